@@ -1,4 +1,4 @@
-"""Goodput of prefill and decode apart against engines that do both, in virtual time.
+"""Goodput of disaggregated prefill and decode against engines that do both, in virtual time.
 
 As DistServe compares them (Zhong et al., OSDI 2024): the rate of requests per device at which both
 limits are met, of the best split of some engines and of as many that do both, with chunked prefill.

@@ -30,7 +30,7 @@ from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.simulation import Arrival
-from jaxserve.simulator.transfers import Link
+from jaxserve.simulator.transfer_worker import Link
 
 LAYERS, HIDDEN, INNER, VOCAB, PAGE, PAGES = 32, 4096, 11_008, 32_000, 16, 851
 SHORTEST, LONGEST = 54, 6144

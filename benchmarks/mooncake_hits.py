@@ -24,7 +24,7 @@ from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PagePool
 from jaxserve.scheduler.scheduler import SchedulerConfig
 from jaxserve.simulator.executor import VirtualClock
-from jaxserve.simulator.transfers import Link, SimulatedTransfers
+from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
 
 PAGE_SIZE = 16
 ROWS = 128
@@ -49,7 +49,7 @@ def serve(jobs: list[Job], num_pages: int, num_host_pages: int) -> tuple[Run, KV
         kv = KVManager(pool)
         return simulate(jobs, config, kv, times), kv
     clock = VirtualClock()
-    worker = SimulatedTransfers(
+    worker = SimulatedTransferWorker(
         {Tier.HOST: Link(math.inf)}, page_bytes=IMAGE_BYTES, clock=clock, staging_buffers=1 << 16
     )
     kv = KVManager(

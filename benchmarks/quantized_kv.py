@@ -67,11 +67,11 @@ def longest_topics(count: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """logprobs and likeliest of every token of the texts, and tokens after each opening."""
+    """logprobs and most likely tokens of the texts, and tokens after each opening."""
 
     token_bytes: int
     logprobs: np.ndarray
-    likeliest: np.ndarray
+    most_likely: np.ndarray
     answers: list[tuple[int, ...]]
 
 
@@ -89,7 +89,7 @@ def compare_engines(model: Path, dtype: str, count: int) -> None:
                 kind,
                 of_kind.token_bytes,
                 f"{math.exp(-of_kind.logprobs.mean()):.4f}",
-                f"{np.mean(of_kind.likeliest == plain.likeliest):.2%}",
+                f"{np.mean(of_kind.most_likely == plain.most_likely):.2%}",
                 f"{same.count(GENERATED)} of {len(same)}",
                 float(np.mean(same)),
             )
@@ -100,7 +100,7 @@ def compare_engines(model: Path, dtype: str, count: int) -> None:
             "kv_cache_dtype",
             "bytes a token",
             "perplexity",
-            "same likeliest token",
+            "same most likely token",
             "same answers",
             "tokens until they differ",
         ),
@@ -115,17 +115,17 @@ def run_engine(model: Path, dtype: str, kind: str, count: int) -> Found:
     with LLM(model, dtype=dtype, kv_cache_dtype=kind, **sizes) as llm:
         encode = llm.get_tokenizer().encode
         prompts = [encode(text)[:TEXT_TOKENS] for text in longest_topics(count)]
-        logprobs, likeliest = [], []
+        logprobs, most_likely = [], []
         for prompt, output in zip(prompts, llm.generate(prompts, scored, use_tqdm=False)):
             for token, entry in zip(prompt[1:], output.prompt_logprobs[1:]):
                 logprobs.append(entry[token].logprob)
-                likeliest.append(next(one for one, found in entry.items() if found.rank == 1))
+                most_likely.append(next(one for one, found in entry.items() if found.rank == 1))
         outputs = llm.generate(list(OPENINGS), greedy, use_tqdm=False)
         memory = llm.plan().memory
         return Found(
             memory.page_bytes // memory.page_size,
             np.array(logprobs),
-            np.array(likeliest),
+            np.array(most_likely),
             [output.outputs[0].token_ids for output in outputs],
         )
 
@@ -186,13 +186,13 @@ def compare_scales(model: Path, count: int) -> None:
                 for each, text in zip(found, texts)
             ]
         )
-        likeliest = np.concatenate([each.argmax(axis=1) for each in found])
-        plain = likeliest if plain is None else plain
-        same = f"{np.mean(likeliest == plain):.2%}"
+        most_likely = np.concatenate([each.argmax(axis=1) for each in found])
+        plain = most_likely if plain is None else plain
+        same = f"{np.mean(most_likely == plain):.2%}"
         rows.append((name, f"{math.exp(-logprobs.mean()):.4f}", same))
     print_table(
         f"{len(plain):,} tokens of texts, float32",
-        ("scale of", "perplexity", "same likeliest token"),
+        ("scale of", "perplexity", "same most likely token"),
         rows,
     )
 

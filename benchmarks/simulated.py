@@ -26,7 +26,7 @@ from jaxserve.metrics.metrics import Metrics
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.step_times import LinearTimes, StepTimes
-from jaxserve.simulator.transfers import SimulatedTransfers
+from jaxserve.simulator.transfer_worker import SimulatedTransferWorker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def simulate(
     buckets: Buckets | None = None,
     on_step: Callable[[Scheduler, StepPlan], None] | None = None,
     clock: VirtualClock | None = None,
-    worker: SimulatedTransfers | None = None,
+    worker: SimulatedTransferWorker | None = None,
 ) -> Run:
     """Serves the jobs to the end. A job's n-th token has the id n.
 

@@ -37,15 +37,15 @@ PROMPT_TOKENS, PREFILL_TOKENS = 32, 128
 class ByRequest:
     """As Acceptance, with the probability that a request's first prompt token stands for."""
 
-    laws: list[DraftAcceptance] = dataclasses.field(default_factory=list)
+    models: list[DraftAcceptance] = dataclasses.field(default_factory=list)
 
     def prompt(self, chance: float) -> list[int]:
         """A prompt like no other, of a request whose drafts are right so often."""
-        self.laws.append(DraftAcceptance((chance,)))
-        return [len(self.laws) - 1] * PROMPT_TOKENS
+        self.models.append(DraftAcceptance((chance,)))
+        return [len(self.models) - 1] * PROMPT_TOKENS
 
     def verified(self, seq: Sequence, output_index: int, num_drafts: int) -> Verified:
-        return self.laws[seq.prompt_token_ids[0]].verified(seq, output_index, num_drafts)
+        return self.models[seq.prompt_token_ids[0]].verified(seq, output_index, num_drafts)
 
 
 def main() -> None:
@@ -93,8 +93,8 @@ def tokens_per_s(
         most, config.max_num_batched_tokens, draft_lengths=config.draft_lengths
     )
     pages = 1 + 2 * most * -(-config.max_model_len // config.page_size)
-    law = ByRequest()
-    simulation = Simulation(config, buckets, pages, times, acceptance=law)
+    acceptance = ByRequest()
+    simulation = Simulation(config, buckets, pages, times, acceptance=acceptance)
     # From half to one and a half times as long: requests begin and end one by one.
     lengths = [num_tokens // 2 + 37 * n % num_tokens for n in range(most * requests)]
     found = {}
@@ -103,7 +103,7 @@ def tokens_per_s(
             begin_us, begun = simulation.clock.now(), 0
             while begun < streams * requests or simulation.core.has_work:
                 while begun < streams * requests and len(simulation.core.requests) < streams:
-                    prompt = law.prompt(chances[begun % len(chances)])
+                    prompt = acceptance.prompt(chances[begun % len(chances)])
                     params = SamplingParams(
                         temperature=0, max_tokens=lengths[begun], ignore_eos=True
                     )

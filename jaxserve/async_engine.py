@@ -28,7 +28,7 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.migration import exported_params
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metric import Metric
-from jaxserve.metrics.trace import write_trace
+from jaxserve.metrics.perfetto import write_trace
 from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.startup import StartupProgress, no_progress

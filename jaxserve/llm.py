@@ -35,7 +35,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompts import Prompt
 from jaxserve.engine.request import Request
 from jaxserve.metrics.metric import Metric
-from jaxserve.metrics.trace import write_trace
+from jaxserve.metrics.perfetto import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
 from jaxserve.runtime.live_weights import WeightsSource
 from jaxserve.runtime.planning.engine_plan import EnginePlan
@@ -49,7 +49,7 @@ Adapters = LoRARequest | SequenceOf[LoRARequest | None] | None
 
 
 def _is_conversation(messages: Any) -> bool:
-    """Whether this is a list of messages, however wrong these are."""
+    """Whether this is a list of messages, valid or not."""
     is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str | bytes)
     return is_list and all(isinstance(message, Mapping) for message in messages)
 
@@ -57,13 +57,13 @@ def _is_conversation(messages: Any) -> bool:
 _LLMS: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
-def _end_turns_after_fork() -> None:
-    """A fork has not the other threads, one of which may have had its turn."""
+def _reset_locks_after_fork() -> None:
+    """A forked child has no other threads; one may have held the lock."""
     for llm in _LLMS:
-        llm._turn._at_fork_reinit()
+        llm._lock._at_fork_reinit()
 
 
-os.register_at_fork(after_in_child=_end_turns_after_fork)
+os.register_at_fork(after_in_child=_reset_locks_after_fork)
 
 
 class LLM:
@@ -95,7 +95,7 @@ class LLM:
         self._trace_file = trace_file
         self._ids = itertools.count()
         self._open: dict[str, Request] = {}
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         _LLMS.add(self)
         config = EngineConfig.of(model=model, **settings)
         if progress is not None and not callable(progress):
@@ -256,7 +256,7 @@ class LLM:
         single = is_single(prompts)
         batch = [prompts] if single else list(prompts)
         ids = iter(self._next_id, None)
-        with self._turn, ProgressBar("Searched prompts", len(batch), show=use_tqdm) as bar:
+        with self._lock, ProgressBar("Searched prompts", len(batch), show=use_tqdm) as bar:
             found = search(
                 self.engine, batch, params, ids, bar.update, single, tenant, lora_request
             )
@@ -274,7 +274,7 @@ class LLM:
         """Deltas of one prompt as they arrive. Leaving the loop early aborts the request."""
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
-        with self._turn, interrupts_held():
+        with self._lock, interrupts_held():
             request = self.engine.add(
                 self._next_id(), prompt, sampling_params, tenant=tenant, lora_request=lora_request
             )
@@ -318,7 +318,7 @@ class LLM:
         `with_kv` also saves their KV and the prefix cache, for `deadline_s` seconds at most. KV
         that is not saved is recomputed. Raises SnapshotError.
         """
-        with self._turn:
+        with self._lock:
             # A stream may be collected out of turn, which removes its request.
             ended = [request for request in list(self._open.values()) if request.finished]
             self.engine.snapshots.write(directory, with_kv, deadline_s, ended)
@@ -330,7 +330,7 @@ class LLM:
     def restore(self, directory: str | Path) -> list[DeltaStream]:
         """Streams of the requests of a snapshot, in the order of their prompts; each begins with
         the output generated before, and aborts its request when dropped. Raises SnapshotError."""
-        with self._turn, interrupts_held():
+        with self._lock, interrupts_held():
             # By number: a list of prompts may have been added in another order.
             requests = sorted(
                 self.engine.snapshots.restore(directory),
@@ -357,22 +357,22 @@ class LLM:
         this engine has another model, vocabulary, dtype or quantization or is too small for the
         request.
         """
-        with self._turn, interrupts_held():
+        with self._lock, interrupts_held():
             return self._stream_of(self.engine.migration.import_request(parts, self._next_id()))
 
     def abort(self, request_id: str) -> bool:
         """End a request early; False if there is no such unfinished request."""
-        with self._turn:
+        with self._lock:
             return self.engine.abort(request_id) is not None
 
     def set_priority(self, request_id: str, priority: int) -> bool:
         """Change the priority of a request, lower running first; False if it has finished."""
-        with self._turn:
+        with self._lock:
             return self.engine.set_priority(request_id, priority)
 
     def reset_prefix_cache(self) -> None:
         """Drop every cached prefix."""
-        with self._turn:
+        with self._lock:
             self.engine.reset_prefix_cache()
 
     def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
@@ -383,7 +383,7 @@ class LLM:
         Raises AdapterError when it does not fit, RequestError without `enable_lora` or when another
         adapter has its name, OverloadedError when no slot is free and none can be freed.
         """
-        with self._turn, interrupts_held():
+        with self._lock, interrupts_held():
             if load_inplace:
                 self.engine.adapters.replace(lora_request)
             else:
@@ -392,7 +392,7 @@ class LLM:
     def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter, whose slot is free once the requests that use it have finished.
         Raises RequestError when there is no such adapter."""
-        with self._turn:
+        with self._lock:
             self.engine.adapters.remove(name)
 
     def list_loras(self) -> list[str]:
@@ -408,7 +408,7 @@ class LLM:
         with the old weights serving, when structure, shapes or dtypes differ or the engine's are
         quantized; ModelError for a checkpoint that cannot be read.
         """
-        with self._turn:
+        with self._lock:
             return self.engine.update_weights(params)
 
     @property
@@ -419,7 +419,7 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Give the devices' memory back: the KV cache is dropped, and the weights are moved to host
         memory (level 1) or dropped (level 2). Open streams go on after `wake_up`."""
-        with self._turn:
+        with self._lock:
             self.engine.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
@@ -429,7 +429,7 @@ class LLM:
 
         Raises OutOfMemoryError when another process holds the memory; call it again later.
         """
-        with self._turn:
+        with self._lock:
             self.engine.wake_up(tags)
 
     @property
@@ -486,7 +486,7 @@ class LLM:
 
     def close(self) -> None:
         """Abort running requests, free the device, write the trace file. Idempotent."""
-        with self._turn:
+        with self._lock:
             self.engine.close()
             if self._trace_file is not None:
                 write_trace(self._trace_file, self.engine.log.records)
@@ -519,7 +519,7 @@ class LLM:
         """Run the prompts that `prompt_of` makes of inputs; an invalid one raises if `alone`."""
         if params is None:
             params = self.default_sampling_params()
-        with self._turn:
+        with self._lock:
             ids = [self._next_id() for _ in inputs]
             batch = PromptBatch(self.engine, self._open, ids, tenant)
             return batch.run(inputs, params, priority, prompt_of, alone, use_tqdm, lora_request)
@@ -530,4 +530,4 @@ class LLM:
 
     def _stream_of(self, request: Request) -> DeltaStream:
         self._open[request.request_id] = request
-        return DeltaStream(self.engine, request, self._open, self._turn)
+        return DeltaStream(self.engine, request, self._open, self._lock)

@@ -1,4 +1,4 @@
-"""A list of prompts run to the end: those that fail, fail alone."""
+"""A list of prompts run to the end: a failure does not affect the others."""
 
 from __future__ import annotations
 

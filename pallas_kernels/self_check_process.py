@@ -2,7 +2,7 @@
 
 One process serves one self-check after another, started when the first is asked for and again after
 it was lost. It takes pickled checks from its standard input and answers each on its standard output
-with the result; it ends when its input does, and in the midst of a check soon after TIMEOUT_S, if
+with the result; it ends when its input does, and during a check soon after TIMEOUT_S, if
 this process did not live to end it.
 """
 

@@ -38,10 +38,10 @@ def dense_search(next_logprobs, prompt, params):
         children = []
         for beam in live:
             logprobs = next_logprobs(beam.tokens)
-            likeliest = np.argsort(-logprobs)[: 2 * params.beam_width + 1].tolist()
-            last, next_one = logprobs[likeliest[-2:]]
-            assert EOS not in likeliest[-2:] or last - next_one > MIN_MARGIN
-            for token in likeliest[:-1]:
+            most_likely = np.argsort(-logprobs)[: 2 * params.beam_width + 1].tolist()
+            last, next_one = logprobs[most_likely[-2:]]
+            assert EOS not in most_likely[-2:] or last - next_one > MIN_MARGIN
+            for token in most_likely[:-1]:
                 total = beam.total + logprobs[token]
                 ends = token == EOS and not params.ignore_eos
                 children.append(Found((*beam.tokens, token), total, ends))

@@ -55,7 +55,7 @@ class Reference:
         return np.asarray(draft_states(layer.config, layer.params, *states, layer.follower)[0])
 
     def drafts(self, length: int) -> list[int]:
-        """The likeliest after the first `length` tokens, from its own states."""
+        """The most likely after the first `length` tokens, from its own states."""
         tokens, features, model = self._tokens.copy(), self._features.copy(), self._model
         head = model.params, model.family, model.config
         stop = length + self._layer.drafts["num_speculative_tokens"]

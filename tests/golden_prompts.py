@@ -19,7 +19,7 @@ DECIDED = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class GoldenPrompt:
-    """A prompt, the greedy tokens after it, and by how much each leads over the next likeliest."""
+    """A prompt, the greedy tokens after it, and by how much each leads over the second one."""
 
     name: str
     prompt: str

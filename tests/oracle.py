@@ -43,7 +43,7 @@ def greedy(
     max_tokens: int,
     eos: Collection[int] = (),
 ) -> list[int]:
-    """The likeliest continuation token by token, up to and with the first token of `eos`.
+    """The most likely continuation token by token, up to and with the first token of `eos`.
 
     Everything is recomputed for each token. Padding at the end, which causal attention cannot
     see, keeps the number of compiled shapes small.

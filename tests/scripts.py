@@ -18,7 +18,7 @@ import jax
 
 
 def run_script(script: str, timeout_s: int) -> None:
-    """Runs indented Python code, with what the tests can import; fails with its last words."""
+    """Runs indented Python code, with what the tests can import; fails with the end of stderr."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -255,7 +255,7 @@ def test_threads_take_turns(llama, llm):
 def test_a_stream_that_is_collected_within_a_step_runs_to_its_end(llama, llm):
     stream = llm.stream(llama.prompts[4], GREEDY)
     next(stream)
-    with llm._turn:  # As the thread that steps has it.
+    with llm._lock:  # As the thread that steps has it.
         del stream
         gc.collect()
         assert not llm.has_work and llm.engine.has_work
@@ -269,7 +269,7 @@ def test_a_fork_is_told_that_it_has_no_engine(llama, llm):
     has_turn, forked = threading.Event(), threading.Event()
 
     def have_turn():
-        with llm._turn:
+        with llm._lock:
             has_turn.set()
             forked.wait()
 

@@ -1,4 +1,4 @@
-"""Scripts that are told to stop in the midst of a list of prompts, and are run again."""
+"""Scripts that are told to stop during a list of prompts, and are run again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCRIPT = """
 
 
 def run(model, work, stop_at, *signals):
-    """Runs the script, which is sent signals in the midst of a step."""
+    """Runs the script, which is sent signals during a step."""
     arguments = [str(model.path), str(work), str(stop_at), *signals]
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments],

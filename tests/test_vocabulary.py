@@ -36,10 +36,30 @@ REPLACED = {
     "kv_offload_pages, kv_transfers_in_flight": "kv_lower_pages|kv_moves_under_way",
     "transfers of KV": r"MOVE_PAGES|MOVE_SIZES|MoveError|\bkv_moved?_",
     "--shutdown-timeout, --independent, slo_itl": r"--?grace[-_]s\b|--separate\b|slo[-_]tbt",
+    "core/steps/results.py, runtime/device_step.py": r"\b(steps|runtime)[./]in_flight\b",
+    "dual_batch.py, perfetto.py": r"\bforward[./]halves\b|\bhalves\.py|\bmetrics[./]trace\b",
+    "DevicePageTransfers": r"\bclass Paging\b|\b_paging\b|\bruntime[./]paging\b",
+    "SimulatedTransferWorker": r"\bSimulatedTransfers\b|\bsimulator[./]transfers\b",
+    "decisions 5 to 7": "moving-pages|whose-turn|what-a-kernel-knows",
+    "lock, timeout": r"\b_door\b|\b_shut\b|LAST_WORDS|\b_?patience_u?s\b|UNKNOWN_PATIENCE",
+    "cancel_on_disconnect, wait_until_unresponsive": r"unless_hung_up|\bimport silence\b",
+    "SCALE_LOW_FREENESS, MOVE_LOW_FREENESS": r"\b(LOW|HIGH)_FREENESS",
+    "HORIZON, OUTLIER_FACTOR": r"^MEMORY =|\bSURPRISE\b|SPEED_MEMORY|MEMORY_OF_ALL",
+    "FixedDraftLength, AdaptiveDraftLength": r"\b(Fixed|Chosen)Drafts\b|\bTRIAL_[A-Z]+\b",
+    "EMPTY_CONVERSATION": r"\bNOTHING\b",
+    "accepted drafts": r"\bkept_nodes\b|\bdrafts? (that )?((is|are|were) )?kept\b|keeps? drafts",
+    "acceptance distribution": r"\b(seeded|gamma) law\b",
+    "target devices": "devices that are not (here|there)",
+    "disaggregated prefill and decode": "[Pp]refills?[- ]and[- ]decodes?[- ]apart",
+    "autoscaling, prefix cache": "come-and-go|[Ss]tore[- ]of[- ]prefixes",
+    "most likely": "[Ll]ikeliest",
 }
 """Our name for a thing, and the pattern of the names that it had."""
 
-QUAINT = r"\b([Nn]obody|[Ww]hoever|in vain|for want of|who waits|means? harm)\b"
+QUAINT = (
+    r"\b([Nn]obody|[Ss]omebody|[Aa]nybody|[Ww]hoever|in vain|in the midst|for want of|for people"
+    r"|who waits|means? harm|as far as one knows|each knows the other|in its own way)\b"
+)
 
 
 def lines_with(pattern):

@@ -174,7 +174,7 @@ class TinyModel:
         return logits[: len(token_ids)]
 
     def check_greedy(self, output: RequestOutput) -> None:
-        """Each token of an output must be the oracle's likeliest after all before it."""
+        """Each token of an output must be the oracle's most likely after all before it."""
         prompt = list(output.prompt_token_ids)
         for completion in output.outputs:
             tokens = prompt + list(completion.token_ids)

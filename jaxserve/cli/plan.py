@@ -90,7 +90,7 @@ class Plan(Common):
     def _run_described(self) -> int:
         if self.programs and not self.exact:
             raise ConfigError(
-                "programs lists compiled programs; leave it out for devices that are not here, or "
+                "programs lists compiled programs; leave it out for target devices, or "
                 "compile for those with --exact."
             )
         programs: Programs | dict[str, Any] = {}

@@ -31,7 +31,7 @@ def check_replica_counts(command: ReplicaCounts, fixed: str) -> None:
         if getattr(command, name) and getattr(command, other) < 1:
             raise ConfigError(
                 f"{name} is {getattr(command, name)}, but {other} is {getattr(command, other)}; "
-                "prefill and decode apart take two replicas at least, one of each."
+                "disaggregated prefill and decode take two replicas at least, one of each."
             )
     number = getattr(command, fixed)
     if command.prefill_replicas and number > 1:

@@ -275,7 +275,7 @@ class Serve(Common):
         return self.max_replicas or apart or self.data_parallel_size
 
     def _check_disaggregation(self) -> None:
-        """Raises ConfigError for a choice between prefill and decode apart that cannot be made."""
+        """Raises ConfigError for `disaggregation` that cannot be chosen."""
         if self.disaggregation == "none":
             for name in ("slo", "expected_trace", "profile"):
                 if getattr(self, name) is not None:
@@ -288,8 +288,8 @@ class Serve(Common):
             )
         if self.data_parallel_size < 2:
             raise ConfigError(
-                "disaggregation is auto, but data_parallel_size is 1; prefill and decode apart "
-                "take two replicas at least, one of each."
+                "disaggregation is auto, but data_parallel_size is 1; disaggregated prefill "
+                "and decode take two replicas at least, one of each."
             )
         if self.slo is None:
             raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
-from jaxserve.cli.arguments.values import Shares
+from jaxserve.cli.arguments.values import Floats
 from jaxserve.cli.bench.options import Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.planning.described import Described, draft_acceptance
@@ -29,9 +29,9 @@ from jaxserve.core.process.progress_bar import ProgressBar
 from jaxserve.core.process.tables import table
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
+from jaxserve.metrics.perfetto import write_trace
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, SequenceSummary
-from jaxserve.metrics.trace import write_trace
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 
 
@@ -46,8 +46,8 @@ class Simulate(Common):
         device: a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields of those;
             its step times are modelled.
         profile: a file of `jaxserve profile`, for measured step times.
-        draft_acceptance: with speculative_config, the share of drafts that are kept: of the first
-            of a step, the second and so on, comma-separated, the last of all further ones.
+        draft_acceptance: with speculative_config, the share of drafts that are accepted: of the
+            first of a step, the second and so on, comma-separated, the last of all further ones.
         replicas: number of engines.
         routing: which engine gets a request: round_robin, each in its turn, or freeness, as the
             router of `jaxserve serve --data-parallel-size`, which also moves running requests.
@@ -65,7 +65,7 @@ class Simulate(Common):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     device: str | None = None
     profile: Path | None = None
-    draft_acceptance: Shares = ()
+    draft_acceptance: Floats = ()
     replicas: int = 1
     routing: Literal["round_robin", "freeness"] | None = None
     prefill_replicas: int = 0

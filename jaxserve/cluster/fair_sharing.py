@@ -1,4 +1,4 @@
-"""Has the queues of all replicas know what each tenant was served by the others."""
+"""Exchanges tenant counters between the queues of replicas."""
 
 from __future__ import annotations
 

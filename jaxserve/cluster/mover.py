@@ -30,7 +30,7 @@ def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> N
     def movable(place: int, key: Hashable) -> bool:
         replica = replicas[place]
         request = replica.requests.get(str(key))  # None for one that is on its way there.
-        may_leave = not replica.stays and replica.num_moving < MAX_MOVES
+        may_leave = not replica.immovable and replica.num_moving < MAX_MOVES
         return request is not None and request.movable and may_leave
 
     def busy() -> set[int]:

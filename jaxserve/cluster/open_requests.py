@@ -101,7 +101,7 @@ class OpenRequests:
         if request is not None:
             request.routed.aborted = True
             if request.replica is not None:
-                self._tasks.spawn(tried(request.replica.client.abort(request.sent_as)))
+                self._tasks.spawn(ignore_lost(request.replica.client.abort(request.sent_as)))
 
     def abandon(self, submission: Submission) -> None:
         """Abort the requests of a submission whose output is not read."""
@@ -112,7 +112,7 @@ class OpenRequests:
             self._end(request)
             request.routed.aborted = True
             if replica is not None:
-                self._tasks.spawn(tried(replica.client.abort(name)))
+                self._tasks.spawn(ignore_lost(replica.client.abort(name)))
 
     def route_waiting(self) -> None:
         """Dispatch the requests that waited until a replica was ready."""
@@ -123,7 +123,7 @@ class OpenRequests:
     def redispatch(self, lost: SequenceOf[OpenRequest]) -> None:
         """Dispatch the requests of a lost replica to others, with the tokens that they have."""
         for request in lost:
-            request.replica, request.stays = None, False
+            request.replica, request.immovable = None, False
             request.routed.lose()
             if request.routed.num_losses >= MAX_LOSSES:
                 name = request.routed.added.request_id
@@ -158,7 +158,7 @@ class OpenRequests:
             except Exception as error:
                 _log.warning("the KV of a request is computed again: %r", error)
             if not self._is_open(request):
-                await tried(replica.client.unstage_request(name))
+                await ignore_lost(replica.client.unstage_request(name))
                 return False
         if replica.state != "ready":
             self._route(request)
@@ -181,7 +181,7 @@ class OpenRequests:
             if isinstance(update, RequestOutput):
                 request.note(update)
                 self._end(request, update)
-                self._put(request, _as_asked(request, update))
+                self._put(request, _for_client(request, update))
                 continue
             deltas = request.routed.receive(update)
             if not deltas:
@@ -211,7 +211,7 @@ class OpenRequests:
             load.remove(name)
             request.moving = False
             if not copied or not copy.is_wanted:
-                await tried(destination.client.unstage_request(name))
+                await ignore_lost(destination.client.unstage_request(name))
                 return
             self._leave(request)
             request.routed.rewind()
@@ -219,7 +219,7 @@ class OpenRequests:
             self.copies.left += copy.num_left
             source.moved[sent_as] = request
             self._send(request, destination, name, request.routed.to_resume(name))
-            await tried(source.client.abort(sent_as))
+            await ignore_lost(source.client.abort(sent_as))
 
         return self._tasks.spawn(move(request.replica, request.sent_as))
 
@@ -328,7 +328,7 @@ class OpenRequests:
                 self._refuse(request.submission, error)
             return
         if request.routed.aborted or request.sent_as != name:  # It runs elsewhere by now.
-            await tried(replica.client.abort(name))
+            await ignore_lost(replica.client.abort(name))
         self._accept(request)
 
     def _accept(self, request: OpenRequest) -> None:
@@ -378,7 +378,7 @@ class OpenRequests:
         self._dispatcher.send()
 
 
-def _as_asked(request: OpenRequest, output: RequestOutput) -> RequestOutput:
+def _for_client(request: OpenRequest, output: RequestOutput) -> RequestOutput:
     """A replica's output as that of the request which the client has sent."""
     cached_tokens = request.cached_tokens or 0
     return dataclasses.replace(
@@ -388,7 +388,7 @@ def _as_asked(request: OpenRequest, output: RequestOutput) -> RequestOutput:
     )
 
 
-async def tried(work: Coroutine[Any, Any, object]) -> None:
+async def ignore_lost(work: Coroutine[Any, Any, object]) -> None:
     """Does nothing about a lost replica, whose updates say so too."""
     with contextlib.suppress(ReplicaLostError, EngineClosedError):
         await work

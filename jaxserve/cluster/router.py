@@ -64,8 +64,8 @@ class Router:
         self._start = start
         self._on_end = on_end
         self._loop = asyncio.new_event_loop()
-        self._door = threading.Lock()  # nothing is begun in the router's thread after its end
-        self._shut = False
+        self._lock = threading.Lock()  # nothing is begun in the router's thread after its end
+        self._closed = False
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="jaxserve-router", daemon=True
@@ -142,7 +142,7 @@ class Router:
         abandon = functools.partial(self._in_thread, self._pool.requests.abandon, submission)
         updates = OutputStream(output_queue, len(added), abandon)
         if not self._in_thread(self._pool.requests.admit, submission, added):
-            raise self._closed()
+            raise self._closed_error()
         try:
             await output_queue.wait()
         except BaseException:
@@ -230,20 +230,20 @@ class Router:
 
     def _in_thread(self, work: Callable[..., object], *arguments: Any) -> bool:
         """Run `work` in the router's thread; False when that ends."""
-        with self._door:
-            if not self._shut:
+        with self._lock:
+            if not self._closed:
                 self._loop.call_soon_threadsafe(work, *arguments)
-            return not self._shut
+            return not self._closed
 
     async def _result_of(self, work: Coroutine[Any, Any, _T]) -> _T:
-        with self._door:
-            if self._shut:
+        with self._lock:
+            if self._closed:
                 work.close()
-                raise self._closed()
+                raise self._closed_error()
             result = asyncio.run_coroutine_threadsafe(work, self._loop)
         return await asyncio.wrap_future(result)
 
-    def _closed(self) -> EngineClosedError:
+    def _closed_error(self) -> EngineClosedError:
         error = EngineClosedError("the engine is closed; make a new one.")
         error.__cause__ = self._pool.failure
         return error
@@ -257,14 +257,14 @@ class Router:
                 runner.run(self._serve(self._start(), ready))
         except BaseException as error:
             failure = self._pool.failure = error
-        with self._door:
-            self._shut = True  # Perhaps `start` has failed.
+        with self._lock:
+            self._closed = True  # Perhaps `start` has failed.
         try:
             self._on_end()
         finally:
             self.ended.set_result(None)
             if not ready.done():
-                ready.set_exception(failure or self._closed())
+                ready.set_exception(failure or self._closed_error())
 
     async def _serve(
         self, clients: SequenceOf[ReplicaClient], ready: concurrent.futures.Future[None]
@@ -274,8 +274,8 @@ class Router:
                 ready.set_result(None)
                 await self._pool.run()
         finally:
-            with self._door:
-                self._shut = True
+            with self._lock:
+                self._closed = True
             await asyncio.sleep(0)  # Requests that came before are admitted, and end as the others.
             await self._pool.close()
 

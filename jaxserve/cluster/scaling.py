@@ -35,14 +35,14 @@ class Scaling:
         route_waiting: Callable[[], object],
     ) -> None:
         """`replicas` change: by `add`, which begins to load one more unless there is none, and when
-        one that `leaves` has ended. Nothing is changed unless `may_change`. `route_waiting`
+        one that is `removing` has ended. Nothing is changed unless `may_change`. `route_waiting`
         dispatches requests that have waited for a replica."""
         self._policy = policy
         self._replicas = replicas
         self._add = add
         self._may_change = may_change
         self._route_waiting = route_waiting
-        self.status = ScalingStatus(policy.least, policy.most, 0, 0)
+        self.status = ScalingStatus(policy.min_replicas, policy.max_replicas, 0, 0)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -64,12 +64,12 @@ class Scaling:
         on, because the others fill up or are lost meanwhile."""
         _log.info("replica %d drains, to be removed", replica.index)
         replica.enter("draining")
-        replica.leaves = True
+        replica.removing = True
         while replica.state == "draining":
             others = [each for each in self._replicas if each.state == "ready"]
             if self._policy.are_full([each.load for each in others]):
                 _log.info("replica %d serves again", replica.index)
-                replica.leaves = False
+                replica.removing = False
                 replica.enter("ready")
                 self._route_waiting()
                 return False

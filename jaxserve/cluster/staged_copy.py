@@ -1,9 +1,9 @@
 """Copies the KV of a request from one replica to another in stages, while it runs on.
 
-Each stage copies what came since the one before, as in the live migration of Llumnix (Sun et al.,
-OSDI 2024); what little is left when the request moves, its new replica computes. Where replicas
-only prefill, as in DistServe (Zhong et al., OSDI 2024), the full pages of a prompt's first chunks
-are copied while later chunks are computed.
+Each stage copies the KV computed since the one before, as in the live migration of Llumnix (Sun et
+al., OSDI 2024); what little is left when the request moves, its new replica computes. Where
+replicas only prefill, as in DistServe (Zhong et al., OSDI 2024), the full pages of a prompt's first
+chunks are copied while later chunks are computed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class CopyCounts:
     """Tokens of all requests that were copied.
 
     Attributes:
-        copied: whose KV came to another replica.
-        during_prefill: of those, whose KV came while later ones of their prompt were computed.
+        copied: whose KV was copied to another replica.
+        during_prefill: of those, whose KV was copied while later ones of their prompt were
+            computed.
         left: of requests that moved, those whose KV the new replica has to compute.
     """
 
@@ -44,7 +45,7 @@ class StagedCopy:
     """The copy of one request.
 
     Attributes:
-        num_left: tokens that came since the last stage, without the newest, which has no KV yet.
+        num_left: tokens generated since the last stage, without the newest, which has no KV yet.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class StagedCopy:
         except (ReplicaLostError, EngineClosedError, RequestError):
             return False  # A replica is lost, which it says itself, or the request has just ended.
         except Exception as error:
-            self._request.stays = True
+            self._request.immovable = True
             _log.warning("a request stays in replica %d: %r", self._source.index, error)
             return False
         return True
@@ -101,13 +102,13 @@ class StagedCopy:
             await self._source.client.computed(self._sent_as, min(wanted, num_prompt))
             if not self.is_wanted:
                 return
-            came = await self._stage()
+            num_copied = await self._stage()
             if self._num_staged < num_prompt:
-                self._counts.during_prefill += came
+                self._counts.during_prefill += num_copied
             if wanted >= num_prompt:
                 break
             # Where there is no room for more, the rest comes when all of it is computed.
-            wanted = self._num_staged + self._page_size if came else num_prompt
+            wanted = self._num_staged + self._page_size if num_copied else num_prompt
         while self.is_wanted and not request.begun:
             await asyncio.sleep(POLL_S)
 
@@ -119,12 +120,12 @@ class StagedCopy:
                 return
 
     async def _stage(self) -> int:
-        """Copy what came since the last stage; returns how many tokens that was."""
+        """Copy the KV computed since the last stage; returns its number of tokens."""
         before = self._num_staged
         async with asyncio.timeout(COPY_S):
             self._num_staged = await self._source.client.stage_in(
                 self._destination.client, self._sent_as, self._name, before
             )
-        came = max(0, self._num_staged - before)
-        self._counts.copied += came
-        return came
+        num_copied = max(0, self._num_staged - before)
+        self._counts.copied += num_copied
+        return num_copied

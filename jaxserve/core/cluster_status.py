@@ -1,4 +1,4 @@
-"""What each replica of an endpoint is, as its router tells it: plain data."""
+"""What each replica of an endpoint is, as reported by the router: plain data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ReplicaStatus:
 
     Attributes:
         since_s: when it came into this state, in seconds since the epoch.
-        process: where it runs, for people.
+        process: where it runs, human-readable.
         model: name or path of the model.
         fingerprint: digest of the weights.
         version: that of jaxserve.
         num_used_pages: pages of its requests, as the router counts them, of its `num_pages`.
         num_finished: requests whose last token it has generated.
         num_losses: how often it was lost.
-        sizes: its parallel sizes, for people.
+        sizes: its parallel sizes, human-readable.
     """
 
     index: int

@@ -122,7 +122,7 @@ class DraftTree(NamedTuple):
     """The drafts of a sequence in a step, as nodes of a tree; a chain is one without branches.
 
     Node 0 is the sequence's newest token and node i + 1 the draft `token_ids[i]`, -1 where it was
-    missing, which follows node `parents[i]`. `accepted` are the nodes that were kept, in order.
+    missing, which follows node `parents[i]`. `accepted` are the accepted nodes, in order.
     """
 
     token_ids: tuple[int, ...]

@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
 
 def check_regular(path: Path, max_bytes: int | None = None) -> None:
     """Raises FileNotFoundError when there is no such file; ModelError when it is not a regular file
-    (opening a FIFO would wait for ever), has more than `max_bytes`, or cannot be looked up."""
+    (opening a FIFO would block), has more than `max_bytes`, or cannot be looked up."""
     try:
         found = path.stat()
     except FileNotFoundError:

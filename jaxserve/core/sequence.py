@@ -54,7 +54,7 @@ class Sequence:
     ahead of the host: `num_computed` counts KV entries that *dispatched* steps have written, and
     `num_in_flight` counts sampled tokens that exist on the device but not yet in
     `output_token_ids`. A step in flight counts as one token in both; together those in flight may
-    keep up to `num_drafts_in_flight` drafts as well. Always `num_computed < num_tokens` while the
+    accept up to `num_drafts_in_flight` drafts as well. Always `num_computed < num_tokens` while the
     sequence is unfinished.
     """
 
@@ -90,7 +90,7 @@ class Sequence:
     """Most drafts that each of its decodes verifies, set when it is added to a scheduler; 0 once
     its drafter has failed."""
     acceptance: float | None = None
-    """How likely a draft of its next token is kept, where the scheduler chooses by that; None
+    """How likely a draft of its next token is accepted, where the scheduler chooses by that; None
     before any was verified."""
     num_tried: int = 0
     """Drafts that that was learned from."""

@@ -48,7 +48,7 @@ class BeamSearchParams:
         if type(self.beam_width) is not int or not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
             raise RequestError(
                 f"beam_width must be an integer in 1..{MAX_BEAM_WIDTH}, got {self.beam_width!r}: "
-                f"every beam is continued by the 2 * beam_width likeliest tokens, and a step "
+                f"every beam is continued by the 2 * beam_width most likely tokens, and a step "
                 f"reports at most {MAX_LOGPROBS}."
             )
         if type(self.max_tokens) is not int or self.max_tokens < 1:
@@ -139,7 +139,7 @@ class BeamSearch:
     ) -> None:
         """Select the best candidates of all beams as live beams, and collect those that end.
 
-        `entries` has the likeliest next tokens of each of `prompts`.
+        `entries` has the most likely next tokens of each of `prompts`.
         """
         if not self._live:
             self._live = [BeamSearchSequence(tokens=tuple(prompt_token_ids), logprobs=[])]

@@ -23,20 +23,20 @@ class DeltaStream(Iterator[Delta]):
         engine: Engine,
         request: Request,
         open_: dict[str, Request],
-        turn: threading.RLock,
+        lock: threading.RLock,
     ) -> None:
-        """`open_`: requests whose output a caller still wants, by id. `turn`: held, by a thread
+        """`open_`: requests whose output a caller still wants, by id. `lock`: held, by a thread
         that may hold it already, while it uses the engine."""
         self.request = request
         self._engine = engine
         self._open = open_
-        self._turn = turn
+        self._lock = lock
         self._ready: collections.deque[Delta] = collections.deque()
 
     def __next__(self) -> Delta:
         try:
             while not self._ready:
-                with self._turn:
+                with self._lock:
                     self._take()
         except KeyboardInterrupt:
             self.close()
@@ -62,12 +62,12 @@ class DeltaStream(Iterator[Delta]):
         """The finished output: runs the request to its end and drops the remaining deltas."""
         for _ in self:
             pass
-        with self._turn:
+        with self._lock:
             return self._engine.output(self.request)
 
     def close(self) -> None:
         """Abort the request, if it has not finished. Can be called twice."""
-        with self._turn:
+        with self._lock:
             if self._leave():
                 self._engine.abort(self.request_id)
 
@@ -78,13 +78,13 @@ class DeltaStream(Iterator[Delta]):
         return self._open.pop(self.request_id, None) is not None
 
     def __del__(self) -> None:
-        # Python may collect this in any thread and within a step. It must not wait for the turn of
+        # Python may collect this in any thread and within a step. It must not wait for the lock of
         # another thread, which may need what this one holds, nor abort a request within a step.
         # Then the request runs to its end.
-        if not self._turn._is_owned() and self._turn.acquire(blocking=False):
+        if not self._lock._is_owned() and self._lock.acquire(blocking=False):
             try:
                 self.close()
             finally:
-                self._turn.release()
+                self._lock.release()
         else:
             self._leave()

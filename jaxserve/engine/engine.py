@@ -39,6 +39,7 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.offload_metrics import recall_metrics, weight_metrics
 from jaxserve.runtime.adapters import AdapterSlots
+from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hardware.device_memory import reserve_memory
 from jaxserve.runtime.hardware.hosts import Hosts
@@ -49,7 +50,6 @@ from jaxserve.runtime.live_weights import (
     check_level,
     memory_tags,
 )
-from jaxserve.runtime.paging import Paging
 from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import StartupProgress, no_progress, start
@@ -98,8 +98,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.log = log
         self.metrics = metrics
-        self._paging = Paging(plan, runner, log)
-        self.kv = self._paging.manager
+        self._page_transfers = DevicePageTransfers(plan, runner, log)
+        self.kv = self._page_transfers.manager
         self.scheduler = Scheduler(plan.scheduler, self.kv)
         self._closed: str | None = None
         _ENGINES.add(self)
@@ -119,9 +119,9 @@ class Engine:
             model.hidden_size,
             self.adapters.use,
         )
-        parts = (self.scheduler, self._paging, runner, self._input, log, self.eos_token_ids)
+        parts = (self.scheduler, self._page_transfers, runner, self._input, log, self.eos_token_ids)
         self._core = EngineCore(*parts) if hosts is None else ReplicatedCore(*parts, hosts=hosts)
-        shared = self._core, self._paging
+        shared = self._core, self._page_transfers
         limit = plan.config.max_model_len
         restorer = Restorer(*shared, self._input, tokenizer, self.adapters, limit)
         facts = SnapshotFacts(plan, tokenizer)

@@ -21,8 +21,8 @@ from jaxserve.core.requests.commands import (
 )
 from jaxserve.core.requests.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.steps.in_flight import NO_TOKEN, DispatchedStep, StepResults
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.results import NO_TOKEN, DispatchedStep, StepResults
 from jaxserve.core.steps.work import causal_pairs
 from jaxserve.engine.executor import Executor, Transfers
 from jaxserve.engine.input_processor import InputProcessor

@@ -8,8 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.page_table import PageTable
 from jaxserve.structured.matcher import TokenMatcher

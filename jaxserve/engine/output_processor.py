@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.steps.in_flight import NO_TOKEN, StepResults, TokenLogprobs
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.results import NO_TOKEN, StepResults, TokenLogprobs
 from jaxserve.engine.request import Request, SequenceOutput, Stop, TokenScores
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.requests.commands import AddRequest, Command
-from jaxserve.core.steps.in_flight import DispatchedStep, StepResults
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.results import DispatchedStep, StepResults
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.replicated_log import ReplicatedLog
 from jaxserve.engine.request import Request

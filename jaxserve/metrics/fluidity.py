@@ -51,7 +51,7 @@ def _linear(base_us: int, per_token_us: int, prompt_tokens: int) -> int:
 
 
 SHORTEST_US = 1
-"""The shortest time per token that is told apart."""
+"""The resolution of times per token."""
 
 INTERACTIVE = Deadlines(prefill_us=linear_prefill(1_000_000, 2_000), decode_us=100_000)
 """Interactive use: 10 tokens per second, the first after 1 s plus 2 ms per prompt token."""

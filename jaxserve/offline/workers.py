@@ -74,7 +74,7 @@ class Worker(Protocol):
         """The progress of prompts since the last call. Raises what ends the job."""
 
     def abort(self, request_id: str) -> None:
-        """End a prompt, of which no more progress is told."""
+        """End a prompt, of which no further progress is reported."""
 
 
 class EngineWorker:

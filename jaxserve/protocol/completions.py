@@ -115,7 +115,7 @@ class CompletionRequest(GenerationFields):
         return names
 
     def _check_beam_search(self, params: SamplingParams, scores_only: bool) -> None:
-        """Raises FieldError for what completions have and beam search has not."""
+        """Raises FieldError for what completions have and beam search lacks."""
         if self.best_of is not None:
             raise FieldError("best_of", "is not supported by beam search; leave it out.")
         if scores_only:

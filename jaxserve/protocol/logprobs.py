@@ -81,10 +81,10 @@ def chat_logprobs(
 
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        likeliest = sorted(entry.items(), key=_likeliest)[:top]
+        most_likely = sorted(entry.items(), key=_most_likely_first)[:top]
         content.append(
             token(token_id, entry[token_id])
-            | {"top_logprobs": [token(i, logprob) for i, logprob in likeliest]}
+            | {"top_logprobs": [token(i, logprob) for i, logprob in most_likely]}
         )
     return {"content": content, "refusal": None}
 
@@ -108,12 +108,12 @@ def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | No
 def _by_name(entry: Entry, name: Callable[[int], str]) -> dict[str, float]:
     """Most likely first; of tokens with equal text, such as parts of characters, the likelier."""
     texts: dict[str, float] = {}
-    for token_id, logprob in sorted(entry.items(), key=_likeliest):
+    for token_id, logprob in sorted(entry.items(), key=_most_likely_first):
         texts.setdefault(name(token_id), _number(logprob))
     return texts
 
 
-def _likeliest(item: tuple[int, Logprob]) -> tuple[float, int]:
+def _most_likely_first(item: tuple[int, Logprob]) -> tuple[float, int]:
     return -item[1].logprob, item[0]
 
 

@@ -18,13 +18,13 @@ import numpy as np
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.expert_loads import ExpertLoads
-from jaxserve.core.steps.in_flight import StepResults, TokenLogprobs
 from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
 from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.results import StepResults, TokenLogprobs
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
+from jaxserve.runtime.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.grammar_masks import GrammarMasks
-from jaxserve.runtime.in_flight import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
@@ -170,7 +170,7 @@ class Runner:
         self._stages.append(packed)
         key, together = self._key(), tuple(step.plan for step in self._stages)
         self._propose(packed)
-        hidden = self._without_loads(self._forward(key))
+        hidden = self._record_expert_loads(self._forward(key))
         oldest = self._stages.popleft()
         if oldest is not BUBBLE:
             self.in_flight.append(self._sampled(oldest, key, together, begun_us, hidden))
@@ -185,7 +185,7 @@ class Runner:
         alone = len(self._block) == 1
         for packed, hidden in self._block.run(self._state, self._propose):
             together = (packed.plan,) if alone else ()
-            hidden = self._without_loads(hidden)
+            hidden = self._record_expert_loads(hidden)
             self.in_flight.append(self._sampled(packed, packed.key, together, begun_us, hidden))
 
     def _propose(self, packed: PackedInputs) -> None:
@@ -237,8 +237,8 @@ class Runner:
             chunk_sums,
         )
 
-    def _without_loads(self, hidden: Hidden) -> Hidden:
-        """What later programs take: the tokens of experts are kept until a step is read."""
+    def _record_expert_loads(self, hidden: Hidden) -> Hidden:
+        """Keeps the tokens of experts until a step is read; returns what later programs take."""
         if self._expert_loads is not None:
             for load in hidden.loads:
                 load.copy_to_host_async()

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxserve.core.errors import WeightsError
-from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward.forward_programs import Entered, Forward, Hidden, block_bytes
 from jaxserve.runtime.programs.kinds import ProgramKinds

@@ -5,7 +5,7 @@ everything else and skips, at run time, what no row of the batch requested. `Sam
 per-sequence history (counts, bans), one row per slot.
 """
 
-from jaxserve.core.steps.in_flight import NO_TOKEN, TokenLogprobs
+from jaxserve.core.steps.results import NO_TOKEN, TokenLogprobs
 from jaxserve.sampling.logprobs import TOP_LOGPROBS, token_logprobs
 from jaxserve.sampling.rows import pack_rows, row_constants
 from jaxserve.sampling.sample import (

@@ -1,18 +1,18 @@
-"""Rules by which a step keeps drafts, other than the exact one.
+"""Rules by which a step accepts drafts, other than the exact one.
 
 Each decides for a single token, where drafts come next: whether one of them is the token, or what
 else is. They take a draft's chance from the distribution that the token would be sampled from,
-after temperature, filters, masks and penalties. Rows that take the likeliest token, and those
+after temperature, filters, masks and penalties. Rows that take the most likely token, and those
 without a draft, are sampled as ever.
 
 rejection: Leviathan et al. ("Fast Inference from Transformers via Speculative Decoding", 2023). A
-    draft of probability q where the model gives it p is kept with probability min(1, p / q); in
+    draft of probability q where the model gives it p is accepted with probability min(1, p / q); in
     its place comes a sample of max(0, p - q). The token has the distribution p. A draft that was
     not drawn is a point mass: q is 1. Of several drafts one after another is tried, as in SpecInfer
     (Miao et al. 2024): after a refusal p is what is left, and q has one token less, for drafts of
     the same token are different ones (Jeon et al., "Recursive Speculative Decoding", 2024).
-typical: Cai et al. ("Medusa", 2024). A draft is kept if p > min(threshold, alpha * exp(-H)), H is
-    the entropy of the distribution in nats. The tokens have another distribution.
+typical: Cai et al. ("Medusa", 2024). A draft is accepted if p > min(threshold, alpha * exp(-H)), H
+    is the entropy of the distribution in nats. The tokens have another distribution.
 
 Drafts are drawn with the noise of (seed, position), so a rule takes other noise of the two.
 """
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.core.settings.speculative import SpeculativeConfig
-from jaxserve.core.steps.in_flight import NO_TOKEN
+from jaxserve.core.steps.results import NO_TOKEN
 from jaxserve.models import parallel
 from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.vocabulary import largest
@@ -70,7 +70,7 @@ def decide(
     positions: jax.Array,
     count: int,
 ) -> jax.Array:
-    """The tokens int32 [rows] by a rule: the draft where it is kept.
+    """The tokens int32 [rows] by a rule: the draft where it is accepted.
 
     `weights` float32 [rows, padded vocab] are proportional to the distribution, of this rank's
     `count` tokens; `sampled` int32 [rows] are the tokens without drafts, `seeds` uint32 [rows, 2]
@@ -82,21 +82,21 @@ def decide(
         chance = _at(probs, draft, count)
         logs = jnp.log(jnp.where(probs > 0, probs, 1.0))
         entropy = -parallel.sum_over_vocab(jnp.sum(probs * logs, axis=1))
-        kept = chance > jnp.minimum(rule.threshold, rule.alpha * jnp.exp(-entropy))
-        chosen = jnp.where(kept, draft, sampled)
+        accepted = chance > jnp.minimum(rule.threshold, rule.alpha * jnp.exp(-entropy))
+        chosen = jnp.where(accepted, draft, sampled)
     else:
         chosen = _by_rejection(probs, drafted, seeds, positions, count)
     return jnp.where((draft < 0) | (sampled < 0), sampled, chosen)
 
 
 _Tried = tuple[jax.Array, jax.Array | None, jax.Array]
-"""What is left of p and of q, [rows, padded vocab], and the draft that was kept, int32 [rows]."""
+"""What is left of p and of q, [rows, padded vocab], and the accepted draft, int32 [rows]."""
 
 
 def _by_rejection(
     probs: jax.Array, drafted: Drafted, seeds: jax.Array, positions: jax.Array, count: int
 ) -> jax.Array:
-    """The first draft that is kept, or else a sample of what is left."""
+    """The first draft that is accepted, or else a sample of what is left."""
     one = jnp.zeros(1, jnp.int32)
 
     def tried(carry: _Tried, numbered: tuple[jax.Array, jax.Array]) -> tuple[_Tried, None]:
@@ -112,8 +112,8 @@ def _by_rejection(
         rest = jnp.maximum(left - q, 0.0)
         mass = _total(rest)
         # Without a rest both distributions are the same but for rounding.
-        kept = (draft >= 0) & ((noise > -jnp.log(ratio)) | (mass[:, 0] == 0))
-        chosen = jnp.where((chosen < 0) & kept, draft, chosen)
+        accepted = (draft >= 0) & ((noise > -jnp.log(ratio)) | (mass[:, 0] == 0))
+        chosen = jnp.where((chosen < 0) & accepted, draft, chosen)
         left = jnp.where((draft[:, None] >= 0) & (mass > 0), rest / mass, left)
         return (left, given, chosen), None
 

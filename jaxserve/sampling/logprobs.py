@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
-from jaxserve.core.steps.in_flight import TokenLogprobs
+from jaxserve.core.steps.results import TokenLogprobs
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import ordered_sum
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.core.steps.in_flight import NO_TOKEN, TokenLogprobs
+from jaxserve.core.steps.results import NO_TOKEN, TokenLogprobs
 from jaxserve.models import parallel
 from jaxserve.sampling import rows as row
 from jaxserve.sampling.acceptance import AcceptanceRule, Drafted, decide
@@ -116,7 +116,7 @@ def candidates(
     processors: Processors,
     num: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `num` tokens most likely to be what `general` samples, likeliest first, and how likely as
+    """The `num` tokens most likely to be what `general` samples, in that order, and how likely as
     logarithms: int32 and float32 [rows, num]; NO_TOKEN and -inf where there are fewer. `num` is at
     most CELL. Arguments as in `general`, without masks.
 
@@ -179,17 +179,17 @@ def record_sampled(
     token_ids: jax.Array,
     count: int,
     drafts: jax.Array | None,
-    kept: jax.Array | None = None,
+    accepted: jax.Array | None = None,
 ) -> SamplingState:
-    """State with the `token_ids` int32 [rows] that are kept, where they are needed; the arguments
-    are those of `general`, and each rank has `count` tokens of the vocabulary. `kept` bool [rows]
-    says which those are where drafts are trees."""
+    """State with the `token_ids` int32 [rows] that are accepted, where they are needed; the
+    arguments are those of `general`, and each rank has `count` tokens of the vocabulary. `accepted`
+    bool [rows] says which those are where drafts are trees."""
     tracked = meta[:, row.FLAGS] & row.FLAG_TRACK > 0
-    if kept is not None:
-        tracked &= kept
+    if accepted is not None:
+        tracked &= accepted
     elif drafts is not None:
-        tracked &= _kept(meta[:, row.PLACE], drafts, token_ids)
-    depths = None if kept is None else meta[:, row.PLACE]
+        tracked &= _accepted(meta[:, row.PLACE], drafts, token_ids)
+    depths = None if accepted is None else meta[:, row.PLACE]
     pending = _pending(meta, drafts)
     return record(state, meta[:, row.SLOT], token_ids, count, tracked, pending, depths)
 
@@ -202,13 +202,13 @@ def _pending(meta: jax.Array, drafts: jax.Array | None) -> jax.Array | None:
     return jnp.where(before, drafts, NO_TOKEN)
 
 
-def _kept(places: jax.Array, drafts: jax.Array, token_ids: jax.Array) -> jax.Array:
+def _accepted(places: jax.Array, drafts: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Whether all drafts before each row were sampled in the rows before it, bool [rows]."""
-    kept = places == 0
+    accepted = places == 0
     for place in range(drafts.shape[1]):
-        right = kept & (places == place) & (token_ids >= 0) & (token_ids == drafts[:, place])
-        kept |= jnp.roll(right, 1) & (places == place + 1)
-    return kept
+        right = accepted & (places == place) & (token_ids >= 0) & (token_ids == drafts[:, place])
+        accepted |= jnp.roll(right, 1) & (places == place + 1)
+    return accepted
 
 
 def _any(flags: jax.Array, flag: int) -> jax.Array:

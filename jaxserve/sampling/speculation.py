@@ -1,9 +1,9 @@
 """Speculative decoding on the device: acceptance of drafts (runtime/proposers makes them).
 
 A decode row computes its newest token and its drafts. Each of these tokens samples the next one as
-it would without drafts, with the noise of its own position; a draft is kept while it equals the
+it would without drafts, with the noise of its own position; a draft is accepted while it equals the
 token sampled before it. So the output equals that of decoding without drafts. The host learns how
-many drafts were kept only when it reads the step: lengths and positions stay on the device.
+many drafts were accepted only when it reads the step: lengths and positions stay on the device.
 """
 
 from __future__ import annotations
@@ -198,9 +198,9 @@ def verify(
     newest = jnp.take_along_axis(sampled, accepted[:, None], axis=1)[:, 0]
     last_tokens = last_tokens.at[slots].set(jnp.maximum(newest, 0))
     before, place = state.lengths[slots], jnp.arange(sampled.shape[1])
-    kept = place < num_tokens[:, None]
+    gained = place < num_tokens[:, None]
     width_of_history = state.history.shape[1]
-    where = jnp.where(kept, before[:, None] + place, width_of_history)
+    where = jnp.where(gained, before[:, None] + place, width_of_history)
     state = state._replace(
         history=state.history.at[slots[:, None], where].set(sampled, mode="drop"),
         lengths=state.lengths.at[slots].set(before + num_tokens),
@@ -241,16 +241,16 @@ def following_drafts(
     return jnp.take_along_axis(drafts, places, axis=1)
 
 
-def kept_nodes(
+def accepted_nodes(
     paths: jax.Array,
     drafts: jax.Array,
     depths: jax.Array,
     nodes: jax.Array,
     token_ids: jax.Array,
 ) -> jax.Array:
-    """Whether all drafts on the way to each of `nodes` int32 [rows] are kept, bool [rows]. The rows
-    of a sequence are its nodes in order, and `token_ids` int32 [rows] are sampled after them; the
-    others as `path_tokens` returns them."""
+    """Whether all drafts on the way to each of `nodes` int32 [rows] are accepted, bool [rows]. The
+    rows of a sequence are its nodes in order, and `token_ids` int32 [rows] are sampled after them;
+    the others as `path_tokens` returns them."""
     first = jnp.arange(len(nodes)) - nodes
     sampled = token_ids[jnp.clip(first[:, None] + paths[:, :-1], 0, len(nodes) - 1)]
     on_way = jnp.arange(drafts.shape[1]) < depths[:, None]

@@ -1,9 +1,9 @@
-"""Trees of drafts on the device: several guesses of the same token, of which one at most is kept.
+"""Trees of drafts on the device: several guesses of a token, of which one at most is accepted.
 
 The tokens of a row are the nodes of a tree, parents before children and in order of depth: node 0
 is the newest token, node i + 1 is draft i. The target samples the token after each node as it would
 after those on the way to it alone, with the noise of their number; siblings are different tokens,
-so at most one of them equals the token sampled after their parent, and the kept ones are one path.
+so at most one of them equals the token sampled after their parent, and those accepted are one path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def trees_of(parents: jax.Array, depth: int) -> Trees:
 
 
 def accepted_path(trees: Trees, equal: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The nodes that are kept, int32 [rows, 1 + most] by depth, and the depth of the last int32
+    """The nodes that are accepted, int32 [rows, 1 + most] by depth, and the depth of the last int32
     [rows]; after that one the others are of no meaning. `equal` bool [rows, width]: whether a node
     is the token sampled after its parent."""
     on_way = jnp.take_along_axis(equal[:, None], trees.paths, axis=2) | (trees.paths == 0)

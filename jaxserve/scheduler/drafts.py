@@ -1,10 +1,10 @@
 """How many tokens to draft, chosen for every step by goodput (SmartSpec, Liu et al. 2024).
 
-Goodput is tokens kept per second. If each draft of a sequence is kept with probability a, then k
-drafts yield (1 - a^(k+1)) / (1 - a) tokens on average; the step's time is predicted from those
-measured, for each number of drafts. Both are learned as the engine runs, so lengths that are not
-in use are tried now and then. There is no clock and nothing random: the same tokens and step times
-give the same lengths, on every host of a job.
+Goodput is tokens accepted per second. If each draft of a sequence is accepted with probability a,
+then k drafts yield (1 - a^(k+1)) / (1 - a) tokens on average; the step's time is predicted from
+those measured, for each number of drafts. Both are learned as the engine runs, so lengths that are
+not in use are explored now and then. There is no clock and nothing random: the same tokens and step
+times give the same lengths, on every host of a job.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ START_ACCEPTANCE = 0.7
 PRIOR = 8
 """Drafts that what is assumed at first counts for: of a sequence, what all others accept."""
 
-MEMORY = 48
+HORIZON = 48
 """Forgetting horizon in tokens of a sequence: a draft this many tokens ago weighs 1/e of the
-latest. So the rare drafts of trials count for more."""
+latest. So the rare drafts of exploration count for more."""
 
-MEMORY_OF_ALL = 128
+HORIZON_OF_ALL = 128
 """The same, in drafts of all sequences together: what new ones are assumed to accept."""
 
 MIN_ACCEPTANCE = 0.1
-"""A sequence that accepts less is not drafted for, except in trials."""
+"""A sequence that accepts less is not drafted for, except in exploration."""
 
-TRIAL_STEPS = 16
-"""Steps from one trial to the next at least, of sequences and of other lengths."""
+EXPLORATION_STEPS = 16
+"""Steps from one exploration to the next at least, of sequences and of other lengths."""
 
-REMEASURE_STEPS = 16 * TRIAL_STEPS
+REMEASURE_STEPS = 16 * EXPLORATION_STEPS
 """Steps after which the time of a length that is not in use is measured again."""
 
-TRIAL_SHARE = 0.01
-"""Share of the goodput that trials of other lengths may cost."""
+EXPLORATION_SHARE = 0.01
+"""Share of the goodput that exploration of other lengths may cost."""
 
 PREFERENCE = 1.03
 """How much better another length must be than the one in use."""
@@ -49,7 +49,7 @@ COST_OF_DRAFT = 0.1
 """What a draft adds to a step without one, until it is measured: little, so that it is tried."""
 
 
-class FixedDrafts:
+class FixedDraftLength:
     """As many drafts for every sequence as it may have."""
 
     def choose(self, decodes: SequenceOf[Sequence], expected: Callable[[], int]) -> None:
@@ -61,11 +61,11 @@ class FixedDrafts:
         return seq.num_speculative_tokens
 
     def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Records that a step kept `num_accepted` of `num_drafts` drafts, 1 or more: those up to
-        the first that was wrong, or missing."""
+        """Records that a step accepted `num_accepted` of `num_drafts` drafts, 1 or more: those up
+        to the first that was wrong, or missing."""
 
 
-class ChosenDrafts(FixedDrafts):
+class AdaptiveDraftLength(FixedDraftLength):
     """Chooses one of `lengths`, ascending from 0, for all sequences of a step that take drafts."""
 
     def __init__(self, lengths: SequenceOf[int], step_time: StepTime) -> None:
@@ -76,7 +76,7 @@ class ChosenDrafts(FixedDrafts):
         self._length = 0
         self._num_steps = 0
         self._saved = 1.0
-        """What trials may cost, in steps of the chosen length."""
+        """What exploration may cost, in steps of the chosen length."""
         self._last_used: dict[ProgramKey, int] = {}
         """The step that last ran a program."""
 
@@ -107,8 +107,8 @@ class ChosenDrafts(FixedDrafts):
         }
         if prefill_tokens:
             self._length = max(gain, key=gain.__getitem__) if self._step_time.observed(load) else 0
-        self._saved = min(self._saved + TRIAL_SHARE, 1.0)
-        for other in self._others(load) if self._tries else ():
+        self._saved = min(self._saved + EXPLORATION_SHARE, 1.0)
+        for other in self._others(load) if self._explores else ():
             cost = (gain[self._length] - gain[other]) / times[self._length]
             if cost <= self._saved:
                 self._saved -= max(cost, 0.0)
@@ -125,24 +125,24 @@ class ChosenDrafts(FixedDrafts):
 
     def of(self, seq: Sequence) -> int:
         accepts = self._acceptance(seq) >= MIN_ACCEPTANCE
-        if not seq.num_speculative_tokens or not (accepts or self._tries):
+        if not seq.num_speculative_tokens or not (accepts or self._explores):
             return 0
         return self._length
 
     @property
-    def _tries(self) -> bool:
-        """Whether the step is a trial."""
-        return self._num_steps % TRIAL_STEPS == 0
+    def _explores(self) -> bool:
+        """Whether the step explores."""
+        return self._num_steps % EXPLORATION_STEPS == 0
 
     def observe(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         tried = min(num_accepted + 1, num_drafts)
         share = num_accepted / tried
         num_tokens = len(seq.output_token_ids)
-        age = (num_tokens - seq.observed_at) / MEMORY
+        age = (num_tokens - seq.observed_at) / HORIZON
         seq.acceptance = _moved(self._acceptance(seq), share, age, tried, seq.num_tried)
         seq.num_tried += tried
         seq.observed_at = num_tokens
-        age = tried / MEMORY_OF_ALL
+        age = tried / HORIZON_OF_ALL
         self._of_all = _moved(self._of_all, share, age, tried, self._num_tried)
         self._num_tried += tried
 
@@ -155,11 +155,11 @@ class ChosenDrafts(FixedDrafts):
         total = 0.0
         for seq in seqs:
             accepted = self._acceptance(seq)
-            kept = 1.0
+            reached = 1.0
             for _ in range(length):
-                total += kept
-                kept *= accepted
-            total += kept
+                total += reached
+                reached *= accepted
+            total += reached
         return total
 
     def _times_us(self, loads: dict[int, StepLoad]) -> dict[int, float]:
@@ -180,7 +180,8 @@ class ChosenDrafts(FixedDrafts):
         return {length: known.get(length) or guessed(length) for length in loads}
 
     def _others(self, load: StepLoad) -> Iterator[int]:
-        """Lengths to try: one whose time is unknown or old, and a few drafts if none are chosen."""
+        """Lengths to explore: one whose time is unknown or old, and a few drafts if none are
+        chosen."""
         last = {
             length: self._last_used.get(self._program(load, length), 0)
             for length in self._lengths

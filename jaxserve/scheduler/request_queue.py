@@ -152,7 +152,7 @@ class FairQueue:
       count towards it, and new tenants join at the counter of those served.
 
     A tenant is dropped when it has no unfinished sequence and would return at the lifted counter.
-    Of several engines that serve the same tenants, each is told by `exchange` what the others have
+    Of several engines that serve the same tenants, `exchange` passes each what the others have
     served.
     """
 

@@ -32,7 +32,7 @@ from jaxserve.kv.manager import KVManager, Match
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.config import SchedulerConfig
 from jaxserve.scheduler.decode_groups import group_decodes
-from jaxserve.scheduler.drafts import ChosenDrafts, FixedDrafts
+from jaxserve.scheduler.drafts import AdaptiveDraftLength, FixedDraftLength
 from jaxserve.scheduler.lifecycle import SequenceLifecycle, by_order
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.scheduler.request_queue import FairQueue, SlackQueue, WaitingQueue
@@ -51,11 +51,11 @@ class Scheduler(SequenceLifecycle):
         self.policy = POLICIES[config.policy]
         self.step_time = self._slack = None
         waiting: WaitingQueue | FairQueue = WaitingQueue()
-        self._drafts: FixedDrafts | ChosenDrafts = FixedDrafts()
+        self._drafts: FixedDraftLength | AdaptiveDraftLength = FixedDraftLength()
         if self.policy.chunk == "timed" or len(config.draft_lengths) > 2:
             self.step_time = StepTime(config.buckets, config.num_stages)
         if len(config.draft_lengths) > 2:
-            self._drafts = ChosenDrafts(config.draft_lengths, self.step_time)
+            self._drafts = AdaptiveDraftLength(config.draft_lengths, self.step_time)
         if self.policy.chunk == "timed":
             self._slack = RelativeSlack(self.step_time, config.target_step_us)
             waiting = SlackQueue(self._slack.urgency)
@@ -115,16 +115,16 @@ class Scheduler(SequenceLifecycle):
 
     def observe_drafts(self, chunk: ScheduledChunk, num_drafts: int, num_accepted: int) -> None:
         """Updates what is known of drafts with those of a decode: of the `num_drafts` that there
-        were, `num_accepted` were kept. A drafter that should have computed some has computed NaN:
-        it is switched off for the sequence, and for all if it has never computed any. Called before
-        the step's tokens are collected."""
+        were, `num_accepted` of them accepted. A drafter that should have computed some has computed
+        NaN: it is switched off for the sequence, and for all if it has never computed any. Called
+        before the step's tokens are collected."""
         seq = chunk.seq
         if not chunk.num_drafts:
             return
         self._drafts.observe(seq, chunk.num_drafts, num_accepted)
         if self.config.drafter is None:
             return
-        # Drafts kept by the step before may have left no room for those of a tree.
+        # Drafts accepted by the step before may have left no room for those of a tree.
         room = chunk.stop - seq.num_prompt - len(seq.output_token_ids)
         if num_drafts:
             self._drafter_works = True
@@ -150,7 +150,7 @@ class Scheduler(SequenceLifecycle):
 
     def collect(self, chunk: ScheduledChunk, token_id: int, place: int = 0) -> bool:
         """Appends a token that `chunk` sampled, in dispatch order; False if it was dropped. `place`
-        counts the tokens of a decode: after the first they follow the drafts that were kept.
+        counts the tokens of a decode: after the first they follow the drafts that were accepted.
 
         A sequence preempted since keeps the token, because its context was correct. One that has
         finished since (the stop was seen a step late) drops it.
@@ -219,7 +219,7 @@ class Scheduler(SequenceLifecycle):
 
     def _plan_decodes(self) -> list[ScheduledChunk]:
         """A decode of every prefilled sequence, preempting from the end when pages run out. Pages
-        are allocated as if every draft were kept.
+        are allocated as if every draft were accepted.
 
         With pipeline stages, a sequence can decode only after its previous token has left the
         pipeline. Each step takes 1 / num_stages of the sequences, so that every stage is busy. Of

@@ -20,10 +20,10 @@ from jaxserve.core.steps.buckets import Buckets, ProgramKey, StepShape
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.work import causal_pairs
 
-MEMORY = 32
+HORIZON = 32
 """Forgetting horizon in steps: one this many steps old weighs 1/e of the latest."""
 
-SURPRISE = 2
+OUTLIER_FACTOR = 2
 """Outlier limit: a step is clipped to this many times slower or faster than predicted."""
 
 
@@ -92,7 +92,7 @@ class StepTime:
       is regularized towards its last value with as much weight as if the whole load were deviation;
       it starts at 0, where a step costs only its program's fixed cost.
     - The first step of a program may include page faults: it counts only until there is a second.
-      A stall counts as `SURPRISE` times the prediction.
+      A stall counts as `OUTLIER_FACTOR` times the prediction.
     - If the machine slows down, old and new data conflict. So each observation first scales all
       data part of the way to the speed just seen.
     - A program never run is assumed to cost as much per token as the next smaller one, or to lie on
@@ -125,17 +125,17 @@ class StepTime:
         us = max(us, 1)
         if program is None:
             bound = self._predict(load)
-            us = us if bound is None else min(us, SURPRISE * bound)
+            us = us if bound is None else min(us, OUTLIER_FACTOR * bound)
             self._programs[key] = _Program(us, load.context_tokens, load.num_pairs)
             return
         program.num_steps += 1
         if program.num_steps == 2:
-            program.us = min(us, SURPRISE * program.us)
+            program.us = min(us, OUTLIER_FACTOR * program.us)
             program.context_tokens, program.num_pairs = load.context_tokens, load.num_pairs
             return
         expected = max(1.0, self._cost_us(program) + self._attention_us(load))
-        us = min(max(us, expected / SURPRISE), expected * SURPRISE)
-        self._rescale((us / expected) ** (1 / MEMORY))
+        us = min(max(us, expected / OUTLIER_FACTOR), expected * OUTLIER_FACTOR)
+        self._rescale((us / expected) ** (1 / HORIZON))
         self._learn(program, load, us)
 
     def predict(self, load: StepLoad) -> int | None:
@@ -211,14 +211,14 @@ class StepTime:
         self._contexts, self._pairs = self._contexts / square, self._pairs / square
 
     def _learn(self, program: _Program, load: StepLoad, us: float) -> None:
-        weight = max(1 / MEMORY, 1 / (program.num_steps - 1))
+        weight = max(1 / HORIZON, 1 / (program.num_steps - 1))
         c = load.context_tokens - program.context_tokens
         p = load.num_pairs - program.num_pairs
         u = us - program.us
         program.us += weight * u
         program.context_tokens += weight * c
         program.num_pairs += weight * p
-        kept, weight = 1 - 1 / MEMORY, (1 - weight) / (us * us)
+        kept, weight = 1 - 1 / HORIZON, (1 - weight) / (us * us)
         self._cc = kept * self._cc + weight * c * c
         self._pp = kept * self._pp + weight * p * p
         self._cp = kept * self._cp + weight * c * p

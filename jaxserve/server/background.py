@@ -27,7 +27,7 @@ _TOO_LARGE = ErrorReply(
 class BackgroundResponses:
     """Generates responses while no client waits for them. For one event loop.
 
-    The store has each from its beginning, and again at its end, if others took its place meanwhile.
+    Stores each at its start and again at its end, if others took its place meanwhile.
     """
 
     def __init__(self, service: Service, store: ResponseStore) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from jaxserve.core.errors import OverloadedError
 from jaxserve.protocol.errors import UnavailableError
 from jaxserve.protocol.model import Model
-from jaxserve.server.http.disconnect import unless_hung_up
+from jaxserve.server.http.disconnect import cancel_on_disconnect
 
 DEADLINE_S = 30.0
 """Time limit for a preparation, its time in the queue included."""
@@ -82,7 +82,7 @@ class PreparationPool:
 
 
 def stopping_error() -> UnavailableError:
-    """Refuses what a server that stops does not do any more."""
+    """The error during shutdown."""
     return UnavailableError("the server is stopping; retry on another server.")
 
 
@@ -98,7 +98,9 @@ async def prepared(
     Raises ClientGoneError, and as `Service.prepare` does.
     """
     kind = kind_of(len(await request.body()) + more_bytes, has_tools)
-    return await unless_hung_up(request.receive, request.app.state.service.prepare(work, kind))
+    return await cancel_on_disconnect(
+        request.receive, request.app.state.service.prepare(work, kind)
+    )
 
 
 def kind_of(num_bytes: int, has_tools: bool) -> Kind:

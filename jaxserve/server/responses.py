@@ -17,7 +17,7 @@ from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.protocol.endpoints import ParsedGeneration, ParsedRequest
 from jaxserve.protocol.errors import ErrorReply, check_generated, renamed, reply_to
 from jaxserve.protocol.messages_api.reply import error_body
-from jaxserve.server.http.disconnect import ClientGoneError, unless_hung_up
+from jaxserve.server.http.disconnect import ClientGoneError, cancel_on_disconnect
 from jaxserve.server.request_state import RequestState, state_of
 from jaxserve.server.service import Service
 
@@ -77,7 +77,7 @@ class GeneratedResponse(Response):
         self._load_format = dict(scope["headers"]).get(b"endpoint-load-metrics-format", b"")
         work = self._stream if self._parsed.stream else self._whole
         try:
-            await unless_hung_up(receive, work(request_state, send))
+            await cancel_on_disconnect(receive, work(request_state, send))
         except ClientGoneError:
             request_state.client_gone = True
         except RequestError as error:

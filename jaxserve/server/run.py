@@ -29,7 +29,7 @@ from jaxserve.server.http.listening import Tls, address_of
 from jaxserve.server.http.middleware import MAX_HEADER_BYTES
 from jaxserve.server.service import Service
 
-LAST_WORDS_S = 5
+FLUSH_TIMEOUT_S = 5
 """How long clients have to read the rest of their responses."""
 
 CLOSE_S = 10
@@ -92,7 +92,7 @@ def http_server(app: ASGIApp, limits: ConnectionLimits, tls: Tls | None = None) 
             log_level="warning",
             server_header=False,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_graceful_shutdown=LAST_WORDS_S,
+            timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
             **({} if tls is None else tls.uvicorn_settings),
         )
     )
@@ -190,7 +190,7 @@ async def _drain(service: Service, engine: EngineClient, stop: _Stop, stopping: 
             status = 1
             _log.error("requests are aborted, without a snapshot: %s", error)
     await service.abort_all()
-    await service.drain(LAST_WORDS_S)
+    await service.drain(FLUSH_TIMEOUT_S)
     return status
 
 

@@ -223,7 +223,7 @@ class Service:
         engine = self.engine
         self.policy.check(parsed.params)
         ids = self._ids(request_id, len(parsed.prompts), tenant)
-        with self._let_in(len(ids), parsed.params.n):
+        with self._admit(len(ids), parsed.params.n):
             restored = {} if parsed.beam is not None else self._restored.of(parsed, ids)
             new = [number for number in range(len(ids)) if number not in restored]
             new_ids = [ids[number] for number in new]
@@ -294,7 +294,7 @@ class Service:
         return {"kv_cache_usage_perc": float(usage), "num_requests_waiting": float(waiting)}
 
     @contextlib.contextmanager
-    def _let_in(self, num_prompts: int, n: int) -> Iterator[None]:
+    def _admit(self, num_prompts: int, n: int) -> Iterator[None]:
         """Counts the sequences of a request, `n` for each prompt, while it runs."""
         room, num_sequences = self._room, num_prompts * n
         if num_sequences > room:

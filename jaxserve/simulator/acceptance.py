@@ -1,4 +1,4 @@
-"""Which drafts are kept: a seeded law in place of the text, which a simulation does not have."""
+"""A seeded acceptance distribution of drafts, in place of the text, which a simulation lacks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MASK = 2**64 - 1
 
 
 class Verified(NamedTuple):
-    """What a decode verified: how many drafts there were, and how many of them it kept."""
+    """What a decode verified: how many drafts there were, and how many of them it accepted."""
 
     num_drafts: int
-    num_kept: int
+    num_accepted: int
 
 
 class AcceptanceModel(Protocol):
@@ -29,7 +29,7 @@ class AcceptanceModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DraftAcceptance:
-    """Each draft is kept with a probability of its own, given that those before it are.
+    """Each draft is accepted with a probability of its own, given that those before it are.
 
     A draft of an output is right or wrong whatever the other requests do and however many are
     verified together, as it is for a text: the same number, drawn for that output, decides in every
@@ -51,7 +51,7 @@ class DraftAcceptance:
         if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
             raise ConfigError(
                 f"draft_acceptance is {','.join(map(str, self.rates))!r}; it must be shares of "
-                "drafts that are kept, each from 0 to 1, such as 0.7 or 0.8,0.7,0.6."
+                "drafts that are accepted, each from 0 to 1, such as 0.7 or 0.8,0.7,0.6."
             )
 
     def verified(self, seq: Sequence, output_index: int, num_drafts: int) -> Verified:

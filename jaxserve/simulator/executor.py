@@ -9,8 +9,8 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
-from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, StepResults
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
 from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.step_times import StepTimes
@@ -58,7 +58,7 @@ class SimulatedExecutor:
         acceptance: AcceptanceModel | None = None,
     ) -> None:
         """`token_of` gives the token that a sequence samples at a position of its output;
-        `acceptance` says which drafts are kept, and is needed where there are any."""
+        `acceptance` says which drafts are accepted, and is needed where there are any."""
         self.in_flight: collections.deque[SimulatedStep] = collections.deque()
         self.num_dispatches = 0
         self._buckets = buckets
@@ -133,18 +133,18 @@ class SimulatedExecutor:
         return StepResults(sampled, tokens, num_drafts=[0] * len(sampled), width=1)
 
     def _verified(self, step: SimulatedStep, sampled: tuple[ScheduledChunk, ...]) -> StepResults:
-        """The results of a step that may verify drafts. Like a device, it knows how many were kept
-        in steps that the host had not read when it planned this one."""
+        """The results of a step that may verify drafts. Like a device, it knows how many were
+        accepted in steps that the host had not read when it planned this one."""
         num_decodes, tokens, num_drafts = len(step.plan.decodes), [], []
         for place, chunk in enumerate(sampled):
-            seq, first, found, kept = chunk.seq, chunk.output_index, 0, 0
+            seq, first, found, accepted = chunk.seq, chunk.output_index, 0, 0
             if place < num_decodes:
                 first = self._num_output.get(seq.seq_id, first)
                 if chunk.num_drafts:
-                    found, kept = self._acceptance.verified(seq, first, chunk.num_drafts)
-            tokens.append([self._token_of(seq, first + index) for index in range(kept + 1)])
+                    found, accepted = self._acceptance.verified(seq, first, chunk.num_drafts)
+            tokens.append([self._token_of(seq, first + index) for index in range(accepted + 1)])
             num_drafts.append(found)
-            self._num_output[seq.seq_id] = first + kept + 1
+            self._num_output[seq.seq_id] = first + accepted + 1
             if seq.finished:
                 self.forget(seq)
         return StepResults(sampled, tokens, num_drafts, step.key.width)

@@ -141,8 +141,8 @@ class SplitEngines:
             )
         if spanning := [str(limit) for limit in slo.limits if limit.metric not in _OF_ONE_ROLE]:
             raise ConfigError(
-                f"slo has {spanning[0]}, which prefill and decode apart make together; give "
-                f"limits of {', '.join(_OF_ONE_ROLE)}, or set prefill_replicas to 0."
+                f"slo has {spanning[0]}, which disaggregated prefill and decode make "
+                f"together; give limits of {', '.join(_OF_ONE_ROLE)}, or set prefill_replicas to 0."
             )
         return cls(prefill_only(prefill), decode_only(decode), decode)
 

@@ -34,7 +34,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.step_times import StepTimes
-from jaxserve.simulator.transfers import Link, SimulatedTransfers
+from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
 
 _VOCAB_SIZE = 2**31
 """Larger than any model's: token ids are those of the trace."""
@@ -94,8 +94,8 @@ class Simulation:
         """`num_pages` as in the memory plan, the trash page included. `layout` has the KV groups,
         one without a window by default. `tiers` are from the top down. `token_of` gives the token
         that a sequence samples at a position of its output; with speculation `acceptance` says
-        which drafts are kept. `prefix_cost`: of decodes that read shared pages together, if they
-        do. `deadlines` are those of the fluidity index; `sinks` are called with every event.
+        which drafts are accepted. `prefix_cost`: of decodes that read shared pages together, if
+        they do. `deadlines` are those of the fluidity index; `sinks` are called with every event.
 
         Raises ConfigError for speculation without `acceptance`.
         """
@@ -120,7 +120,7 @@ class Simulation:
         worker = None
         if tiers:
             links = {tier: lower.link for tier, lower in tiers.items()}
-            worker = SimulatedTransfers(links, page_bytes=page_bytes, clock=self.clock)
+            worker = SimulatedTransferWorker(links, page_bytes=page_bytes, clock=self.clock)
         manager = KVManager(
             PagePool(num_pages, config.page_size),
             layout=layout,
@@ -227,7 +227,7 @@ class Simulation:
 
     def resume(self, request: Request, table: PageTable | None, time_us: int) -> Request:
         """Queues a request of another simulation with the tokens that it has; the KV of those that
-        `table` has not is computed again. Raises RequestError when it cannot run here."""
+        `table` lacks is computed again. Raises RequestError when it cannot run here."""
         self.clock.advance_to(time_us)
         state = RequestSnapshot.of(request, None, time_us)
         first = request.sequence_outputs[0].seq

@@ -1,10 +1,10 @@
 """A Jinja sandbox that also bounds what a template takes: time, output and memory.
 
-Jinja's own sandbox keeps a template from the interpreter, but lets it loop for years and double a
-string until memory is full. Here the code generator passes through `LimitedEnvironment` whatever a
-loop iterates over, an assignment stores, `~` joins and the template writes, and every list, tuple
-and dict. Calls, which Jinja's sandbox passes there already, filters and operators are checked too,
-where they could make a large value of small ones.
+Jinja's own sandbox keeps a template from the interpreter, but does not bound loops, and lets it
+double a string until memory is full. Here the code generator passes through `LimitedEnvironment`
+whatever a loop iterates over, an assignment stores, `~` joins and the template writes, and every
+list, tuple and dict. Calls, which Jinja's sandbox passes there already, filters and operators are
+checked too, where they could make a large value of small ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a tokenizer from anybody may take of time and memory for a text."""
+"""What an untrusted tokenizer may take of time and memory for a text."""
 
 from __future__ import annotations
 

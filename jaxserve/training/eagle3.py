@@ -143,7 +143,7 @@ def loss(
     name, rows = _head(params)
     fewer = dataclasses.replace(config, vocab_size=len(guessable))
     right = hidden[:, 1:].reshape(-1, size)
-    law = jax.nn.softmax(family.logits(params | {name: rows[guessable]}, fewer, right))
+    target_probs = jax.nn.softmax(family.logits(params | {name: rows[guessable]}, fewer, right))
 
     sequences, tokens = token_ids.shape
     positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
@@ -159,7 +159,7 @@ def loss(
     for index in range(passes):
         features = draft_states(shapes, arrays, embedded, features, follower, attention)
         logits = eagle3.draft_logits(shapes.rms_norm_eps, arrays, features.reshape(-1, size))
-        each = optax.softmax_cross_entropy(logits, law).reshape(sequences, -1)
+        each = optax.softmax_cross_entropy(logits, target_probs).reshape(sequences, -1)
         counted = generated[:, 1:] & (jnp.arange(tokens - 1) >= index)
         mean = jnp.sum(jnp.where(counted, each, 0)) / jnp.maximum(jnp.sum(counted), 1)
         total += _FURTHER**index * mean

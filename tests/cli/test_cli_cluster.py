@@ -98,13 +98,12 @@ def test_a_resize_tells_the_mesh_and_who_waited(capsys, server):
         "replica 1 has tensor_parallel_size 2 after 4.2 s; 3 requests waited for it with their KV\n"
     )
     assert server.asked == [("POST", "/cluster/resize", None)]
-    server.answer[1]["resize"] = done | {"error": "it cannot be loaded so"}
+    server.answer[1]["resize"] = done | {"error": "it failed to load"}
     status, _, told = run(capsys, "resize", *options)
-    assert status == 1 and "replica 1 was not resized: it cannot be loaded so" in told
+    assert status == 1 and "replica 1 was not resized: it failed to load" in told
     last = described(server.answer[1], 1075.2).splitlines()[-1]
     assert last == (
-        "the latest resize of replica 1 to tensor_parallel_size 2 took 4.2 s: "
-        "it cannot be loaded so"
+        "the latest resize of replica 1 to tensor_parallel_size 2 took 4.2 s: it failed to load"
     )
 
 

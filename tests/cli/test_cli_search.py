@@ -1,4 +1,4 @@
-"""`jaxserve search`: the best deployment on devices that are not here."""
+"""`jaxserve search`: the best deployment on target devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simulate`, `profile`, and `plan` for devices that are not here."""
+"""`simulate`, `profile`, and `plan` for target devices."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_every_scheduler_and_drawn_loads(run_here, config_70b, scheduler):
 
 
 def test_speculation_and_other_meshes(run_here, config_70b):
-    """Drafts that are kept save decodes; of eight devices, four are left to split a layer."""
+    """Drafts that are accepted save decodes; of eight devices, four are left to split a layer."""
     load = ("--request-rate=1", "--input-len=64", "--output-len=40", "--num-requests=4", "--json")
     drafts = '--speculative-config={"num_speculative_tokens": 3}'
     gap_us = {}

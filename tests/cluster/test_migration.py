@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from test_dispatch import demand_of, loads, prompt
 
 from jaxserve.cluster.policies.dispatch import ReplicaLoad, dispatch
-from jaxserve.cluster.policies.migration import HIGH_FREENESS, LOW_FREENESS, Move, plan_moves
+from jaxserve.cluster.policies.migration import (
+    MOVE_HIGH_FREENESS,
+    MOVE_LOW_FREENESS,
+    Move,
+    plan_moves,
+)
 
 
 def carry_out(replicas: list[ReplicaLoad], moves: list[Move]) -> None:
@@ -23,7 +28,7 @@ def test_nothing_moves_while_there_is_room():
     replicas = loads(2)
     for key in range(6):
         replicas[0].add(key, demand_of(prompt(key)))
-    assert replicas[0].freeness() > LOW_FREENESS
+    assert replicas[0].freeness() > MOVE_LOW_FREENESS
     assert plan_moves(replicas) == []
 
 
@@ -59,7 +64,7 @@ def test_all_leave_a_draining_replica_for_any_with_room():
     while moves := plan_moves(replicas):
         carry_out(replicas, moves)
     assert [len(load.demands) for load in replicas] == [1, 1, 1]  # No other has room for the last.
-    assert replicas[0].freeness() >= HIGH_FREENESS
+    assert replicas[0].freeness() >= MOVE_HIGH_FREENESS
 
 
 def test_others_leave_a_high_priority_its_headroom():
@@ -67,11 +72,11 @@ def test_others_leave_a_high_priority_its_headroom():
     replicas[0].add("high", demand_of(prompt(1, 20), priority=-1))
     replicas[0].add("low", demand_of(prompt(2, 40), priority=1))
     replicas[0].add("short", demand_of(prompt(3)))
-    assert replicas[0].num_used_pages < 25 and replicas[0].freeness() < LOW_FREENESS
+    assert replicas[0].num_used_pages < 25 and replicas[0].freeness() < MOVE_LOW_FREENESS
     moves = plan_moves(replicas)
     assert moves == [Move("low", 0, 1)]  # The lowest priority first, though it is longer.
     carry_out(replicas, moves)
-    assert replicas[0].freeness() >= LOW_FREENESS and plan_moves(replicas) == []
+    assert replicas[0].freeness() >= MOVE_LOW_FREENESS and plan_moves(replicas) == []
     replicas[0].draining = True
     replicas[1].add("much", demand_of(prompt(4, 60)))
     assert replicas[1].freeness(replicas[0].demands["high"]) < 0

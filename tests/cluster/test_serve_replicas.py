@@ -16,7 +16,7 @@ from jaxserve.cli import main
         (["--data-parallel-size=2", "--trace-file=t.json"], "--trace-file is of one engine"),
         (
             ["--decode-replicas=1"],
-            "--decode-replicas is 1, but --prefill-replicas is 0; prefill and",
+            "--decode-replicas is 1, but --prefill-replicas is 0; disaggregated prefill and",
         ),
         (["--prefill-replicas=2"], "take two replicas at least, one of each"),
         (
@@ -24,7 +24,10 @@ from jaxserve.cli import main
             "--data-parallel-size is 2, but --prefill-replicas and --decode-replicas say how many",
         ),
         (["--prefill-replicas=1", "--decode-replicas=2", "--dev-mode"], "but there are 3 replicas"),
-        (["--disaggregation=auto"], "but --data-parallel-size is 1; prefill and decode apart"),
+        (
+            ["--disaggregation=auto"],
+            "but --data-parallel-size is 1; disaggregated prefill and decode",
+        ),
         (["--disaggregation=auto", "--data-parallel-size=2"], "give --slo, limits that requests"),
         (["--slo=ttft=1s"], "--slo is for disaggregation auto; leave it out"),
         (

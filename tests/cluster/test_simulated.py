@@ -21,7 +21,7 @@ from jaxserve.metrics.summaries import SequenceSummary
 from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 from jaxserve.simulator.simulation import Arrival
-from jaxserve.simulator.transfers import Link
+from jaxserve.simulator.transfer_worker import Link
 
 WORK = StepWork("float32", 4, 8, {None: 1}, 100, 400, 10, 40, 8, 64)
 

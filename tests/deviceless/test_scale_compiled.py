@@ -1,4 +1,4 @@
-"""The engine's own decode step at full size, compiled for many devices that are not there."""
+"""The engine's own decode step at full size, compiled for many target devices."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def printed(capsys, *options: str, command: tuple[str, ...] = SERVE) -> list[dic
 
 
 def known(value: object, schema: dict, where: str = "") -> None:
-    """The API server drops fields that a schema has not, and a validator says nothing."""
+    """The API server drops fields that a schema lacks, and a validator says nothing."""
     if isinstance(value, dict) and "properties" in schema:
         assert value.keys() <= schema["properties"].keys(), where
         for name, each in value.items():

@@ -151,7 +151,7 @@ def test_a_client_that_is_no_host_is_ignored(said):
 
 
 def connected(address: Address) -> socket.socket:
-    """A connection, as soon as somebody listens."""
+    """A connection, as soon as a process listens."""
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -243,7 +243,7 @@ HOSTILE_BODIES = [
 
 @pytest.mark.parametrize("secret", ["", SECRET])
 def test_hostile_hellos_are_closed_and_change_nothing(secret):
-    """Without a secret anybody can seal a line, so it is not even the seal that holds."""
+    """Without a secret any process can seal a line, so it is not even the seal that holds."""
     address = free_address()
     with host_0(address, secret) as told:
         for body in HOSTILE_BODIES:

@@ -48,10 +48,10 @@ def test_tokens_a_step_are_those_of_the_closed_form(llama, tmp_path, count):
         times = output.metrics
         assert times.num_draft_tokens >= times.num_drafts >= times.num_accepted_tokens / DRAFTS
     a = 1 / count
-    law = np.array([a**n * (1 - a) for n in range(DRAFTS)] + [a**DRAFTS])
+    probs = np.array([a**n * (1 - a) for n in range(DRAFTS)] + [a**DRAFTS])
     mean = (1 - a ** (DRAFTS + 1)) / (1 - a)
-    assert law @ np.arange(1, DRAFTS + 2) == pytest.approx(mean)
-    spread = np.sqrt(law @ (np.arange(1, DRAFTS + 2) - mean) ** 2 / len(gained))
+    assert probs @ np.arange(1, DRAFTS + 2) == pytest.approx(mean)
+    spread = np.sqrt(probs @ (np.arange(1, DRAFTS + 2) - mean) ** 2 / len(gained))
     assert len(gained) > 200
     assert abs(np.mean(gained) - mean) < 4 * spread
 

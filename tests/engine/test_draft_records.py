@@ -1,4 +1,4 @@
-"""A log that keeps all records has the drafts of every step, and which of them were kept."""
+"""A log that keeps all records has the drafts of every step, and which of them were accepted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def steps_of(records, index):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_nodes_that_were_kept_are_the_tokens_of_the_answer(load, llama, tmp_path, method):
-    """And a node is kept with all before it, or the token in its place is another one."""
+    """And a node is accepted with all before it, or the token in its place is another one."""
     with load(method, trace_file=tmp_path / "trace.json") as llm:
         arrivals = [Arrival(llama.prompts[3 + i], PARAMS, 2 * i) for i in range(3)]
         outputs = drive(llm.engine, arrivals)

@@ -1,4 +1,4 @@
-"""Trees of drafts change no token, and every path that is kept is where a chain's would be."""
+"""Trees of drafts change no token, and every path that is accepted is where a chain's would be."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_tree_keeps_at_least_its_best_guesses(trees, llama, option):
         assert kept[1] > kept[0] and kept[1] >= LONGEST // 2
 
 
-def test_cached_pages_hold_the_tokens_that_were_kept(trees, llama):
+def test_cached_pages_hold_the_tokens_that_were_accepted(trees, llama):
     """The answer is continued from pages of tokens of which most were not next to each other."""
     llm = trees()
     prompt = llama.prompts[5]
@@ -298,8 +298,8 @@ def test_a_tree_needs_room_in_a_step(llama, heads):
 
 
 def test_no_room_for_drafts_is_no_nan(trees, llama, caplog):
-    """A step planned before the host knows that the one before it kept drafts up to the last token
-    but one finds no room for its own."""
+    """A step planned before the host knows that the one before it accepted drafts up to the last
+    token but one finds no room for its own."""
     for count in range(2, 12):
         generate(trees(), llama.prompts[0], dataclasses.replace(FEW, max_tokens=count))
     assert not [record for record in caplog.records if "NaN" in record.getMessage()]
@@ -315,7 +315,7 @@ def test_no_room_for_drafts_is_no_nan(trees, llama, caplog):
 )
 def test_rejection_keeps_what_was_drawn_from_the_same_distribution(llama, heads, expected, keys):
     """At a high temperature the heads and the model are almost equally unsure among three tokens:
-    most first drafts are kept, of which chance would keep a third. Greedy answers are as ever."""
+    most first drafts are accepted, and by chance a third. Greedy answers are as ever."""
     unsure = dataclasses.replace(FEW, temperature=2.0)
     with llama.load(**drafted(heads, acceptance="rejection", **keys)) as llm:
         before = counted(llm)

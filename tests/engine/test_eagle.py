@@ -166,10 +166,10 @@ def test_any_workload(drafting, llama, expected, workload, seed, share):
 
 @pytest.mark.parametrize("option", ["greedy", "few tokens"])
 @pytest.mark.parametrize("share", [0.0, 0.4], ids=["running on", "swapped"])
-def test_drafts_are_of_the_hidden_states_of_the_tokens_kept(
+def test_drafts_are_of_the_hidden_states_of_the_tokens_accepted(
     drafting, llama, layer, expected, option, share
 ):
-    """With prompts of several chunks, whose drafts are kept in part, and their own cached pages."""
+    """With prompts of several chunks, some drafts accepted, and their own cached pages."""
     llm = drafting()
     llm.reset_prefix_cache()  # What followed a page may have been another token.
     index = max(range(12), key=lambda place: len(llama.prompts[place]))

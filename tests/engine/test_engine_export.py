@@ -210,7 +210,7 @@ def test_pages_on_a_lower_tier_come_along(llama, alone, engines):
     (seq,) = preemptible(source.engine)
     source.engine.scheduler.preempt(seq)
     source.engine.kv.evict(source.engine.kv.pool.capacity)
-    source.engine._paging.settle()
+    source.engine._page_transfers.settle()
     assert count(source.engine, "kv_pages", "cached") == 0
     parts = list(source.export_request(stream.request_id))
     computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
@@ -356,7 +356,7 @@ def test_a_request_too_long_for_the_other_engine(llama, engines, kv_llm_for):
 
 def test_kv_of_another_shape_is_refused(llama, engines):
     _, target = engines
-    pages = target.engine._paging.token_kv()
+    pages = target.engine._page_transfers.token_kv()
     with pytest.raises(SnapshotError, match="float16"):
         shape = 1, 2 * PAGE_SIZE, *pages.layouts[0].token_shape
         pages.write([1], [np.zeros(shape, np.float16)])

@@ -79,7 +79,7 @@ def test_running_out_of_pages(llama, llm_for, scheduler):
 
 @pytest.mark.parametrize("scheduler", POLICIES)
 def test_every_prompt_at_once(llama, llm_for, scheduler):
-    """More requests than rows, and an end of text in the midst of some."""
+    """More requests than rows, and an end of text within some."""
     everything = [(index, LONGEST, False, 0, 0) for index in range(len(PROMPT_LENGTHS))]
     lengths = [len(llama.answer(*wish[:3])) for wish in everything]
     assert min(lengths) < LONGEST == max(lengths)

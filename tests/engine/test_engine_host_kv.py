@@ -73,7 +73,7 @@ def prompt_of(length, seed=5):
 
 
 def check(model, output):
-    """Each token must be the likeliest after all before it, by a dense pass over all of them."""
+    """Each token must be the most likely after all before it, by a dense pass over all of them."""
     prompt, (answer,) = list(output.prompt_token_ids), output.outputs
     tokens = prompt + list(answer.token_ids)
     padded = np.zeros(LENGTH + PAGE, np.int32)

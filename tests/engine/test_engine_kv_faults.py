@@ -36,12 +36,12 @@ class Copies:
     def wrap(self, name, around):
         """Has `around(copy, *arguments)` called in place of a copy: download, upload, or
         a tier's read or write."""
-        paging = self.engine._paging
+        page_transfers = self.engine._page_transfers
         if name in ("download", "upload"):
-            owner, name = paging._worker, f"_{name}"
+            owner, name = page_transfers._worker, f"_{name}"
         else:
             tier, name = name.split()
-            owner = paging._stores[Tier(tier)]
+            owner = page_transfers._stores[Tier(tier)]
         copy = getattr(owner, name)
         self._monkeypatch.setattr(owner, name, lambda *given: around(copy, *given))
 
@@ -135,8 +135,8 @@ def test_a_copy_that_takes_several_steps(llama, alone, llm, copies_of, name):
 
     def linger(copy, *given):
         result, until = copy(*given), len(steps) + 3
-        patience = time.monotonic() + 0.01
-        while len(steps) < until and time.monotonic() < patience:
+        deadline = time.monotonic() + 0.01
+        while len(steps) < until and time.monotonic() < deadline:
             time.sleep(0.0002)
         return result
 
@@ -192,7 +192,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
 
     copies_of(llm).wrap("upload", wait)
     engine = llm.engine
-    engine.kv._offload._patience_us = lambda *given: 60_000_000
+    engine.kv._offload._timeout_us = lambda *given: 60_000_000
     try:
         stuck = engine.add("stuck", prompt, SEEDED)
         request = engine.add("other", other, SEEDED)
@@ -208,7 +208,7 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
         assert token_ids(engine.output(stuck)) == alone.tokens(prompt, SEEDED)
     finally:
         hang.set()
-        del engine.kv._offload._patience_us
+        del engine.kv._offload._timeout_us
         engine.abort("stuck")
         engine.abort("other")
         while engine.has_work:
@@ -262,7 +262,7 @@ def test_a_damaged_page_is_computed_again(llama, alone, disk_llm, damage):
     generate(disk_llm, prompt, SEEDED)
     evict_all(engine)
     assert count(engine, "kv_offload_pages", "disk") > 25
-    damage(engine._paging._stores[Tier.DISK])
+    damage(engine._page_transfers._stores[Tier.DISK])
     before = fallbacks(engine)["failed"]
     output = generate(disk_llm, prompt, SEEDED)
     assert token_ids(output) == alone.tokens(prompt, SEEDED)
@@ -279,7 +279,7 @@ def test_what_comes_before_a_damaged_page_is_used(llama, alone, disk_llm):
     engine = disk_llm.engine
     generate(disk_llm, prompt, SEEDED)
     evict_all(engine)
-    store = engine._paging._stores[Tier.DISK]
+    store = engine._page_transfers._stores[Tier.DISK]
     path = nodes_of(engine, prompt)
     offset = path[18].lower[Tier.DISK] * store.page_bytes
     os.pwrite(store._file.fileno(), b"damaged", offset)
@@ -359,7 +359,7 @@ def test_a_disk_that_is_full_in_earnest(llama, alone, disk_llm):
     """The system's own refusal, by the limit on the size of files."""
     llm = disk_llm
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    page_bytes = llm.engine._paging._stores[Tier.DISK].page_bytes
+    page_bytes = llm.engine._page_transfers._stores[Tier.DISK].page_bytes
     before = fallbacks(llm.engine)["failed"]
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -379,7 +379,9 @@ def test_closing_while_pages_move(llama):
     threads = threading.active_count()
     llm = llama.load(debug_kv=True, preemption="swap", host_kv_bytes=1 << 16)
     release = threading.Event()
-    llm.engine._paging._worker._download = lambda staging: release.wait(5) and np.asarray(staging)
+    llm.engine._page_transfers._worker._download = lambda staging: (
+        release.wait(5) and np.asarray(staging)
+    )
     generate(llm, llama.prompts[-1], dataclasses.replace(SEEDED, max_tokens=2))
     llm.engine.kv.evict(30)
     llm.engine.step()

@@ -14,7 +14,7 @@ SAMPLED = SamplingParams(temperature=0.6, seed=5, max_tokens=LONGEST, ignore_eos
 
 
 def check_entry(entry, token, expected, count):
-    """One position: the taken token and the `count` likeliest, each with its place."""
+    """One position: the taken token and the `count` most likely, each with its place."""
     ranked = np.argsort(-expected, kind="stable")[:count].tolist()
     assert set(entry) == {token, *ranked}
     for place, likely in enumerate(ranked, 1):

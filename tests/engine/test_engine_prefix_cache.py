@@ -98,7 +98,7 @@ def test_exactly_the_shared_tokens_are_found(llama, cached, shared):
 
 
 def test_chunks_that_start_anywhere_are_found_by_those_that_start_elsewhere(llama, cached):
-    """Decodes of others take part of each step, so that chunks end in the midst of pages."""
+    """Decodes of others take part of each step, so that chunks end within pages."""
     (longest,) = (prompt for prompt in llama.prompts if len(prompt) == 100)
     for others, shared in itertools.product((1, 2, 3), (30, 50, 70)):
         cached.reset_prefix_cache()

@@ -145,7 +145,7 @@ class TestInterpreted:
             np.testing.assert_array_equal(whole[1], single[1])
 
     def test_nothing_outside_the_pool_or_the_tables_is_read(self):
-        """The interpreter raises where a GPU would read somebody else's memory."""
+        """The interpreter raises where a GPU would read memory that is not its own."""
         case = case_of([128], page_size=64, heads=(1, 1), dim=256, poison=1.0)
         last = len(case.pages.k) - 1
         case.batch = case.batch._replace(tables=np.int32([[-5, 2**31 - 1]]))

@@ -142,7 +142,7 @@ class TestInterpreted:
             np.testing.assert_array_equal(whole[own], single[own])
 
     def test_nothing_outside_the_pool_or_the_tables_is_read(self):
-        """The interpreter raises where a GPU would read somebody else's memory."""
+        """The interpreter raises where a GPU would read memory that is not its own."""
         case = case_of([(128, 4)], page_size=64, heads=(1, 1), dim=64, poison=1.0)
         case.batch = case.batch._replace(tables=np.int32([[-5, 2**31 - 1]]))
         out, lse = prefill(case, Visible(np.full(4, -7, np.int32), np.full(4, 10_000, np.int32)))

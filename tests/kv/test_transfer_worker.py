@@ -360,7 +360,7 @@ def test_consumed_once(bench):
 
 
 def test_the_copier_keeps_no_staging_array_alive(bench):
-    """A device array that somebody forgot to let go of is device memory lost."""
+    """A device array with a forgotten reference is device memory lost."""
     staging = padded(payload_of(2))
     gathered = weakref.ref(staging)
     assert bench.transfer_worker.reserve()
@@ -539,7 +539,7 @@ class MovesMachine(RuleBasedStateMachine):
         staging = None
         if source is DEVICE:
             if sum(handle.target is DEVICE for handle in self.moving) >= self.BUFFERS:
-                self.settle()  # they may hold every buffer until somebody consumes them
+                self.settle()  # they may hold every buffer until they are consumed
             assert self.bench.transfer_worker.reserve(LONG_US)
             staging = padded(self.device[sources])
         payload = [self.model[source, page] for page in sources]

@@ -119,7 +119,7 @@ def test_gaps_and_lengths_of_drawn_loads():
     for burstiness in (
         0.25,
         4.0,
-    ):  # The variance of a gamma law is its squared mean over its shape.
+    ):  # The variance of a gamma distribution is its squared mean over its shape.
         found = found_gaps(burstiness)
         assert statistics.fmean(found) == pytest.approx(20_000, rel=0.1)
         assert statistics.pstdev(found) == pytest.approx(20_000 / burstiness**0.5, rel=0.15)

@@ -73,7 +73,7 @@ def test_tensor_parallelism_sums_twice_a_layer(tmp_path):
 
 
 def check_tensor(mesh: str, path: Path) -> None:
-    """And once for the embeddings. The likeliest token is found among ids and logits alone."""
+    """And once for the embeddings. The most likely token is found among ids and logits alone."""
     whole = Compiled(mesh, path)
     for key in (DECODE, PREFILL):
         assert whole.kinds(f"forward-{key}") == {"all-reduce": 2 * LAYERS + 1}

@@ -56,7 +56,7 @@ def go_from_mesh_to_mesh(_: str, answered: Path) -> None:
         replica.loads = ["failed", "failed"]  # Then as before.
         before = replica._replica._engine.plan().config.sizes
         resize = await resized(router, replica, answers, {"context_parallel_size": 2}, "failed")
-        assert "has the sizes before" in resize.error and resize.num_kept == len(PROMPTS)
+        assert "its previous sizes are restored" in resize.error and resize.num_kept == len(PROMPTS)
         (status,) = (await router.cluster_status()).replicas
         assert (status.sizes, status.num_losses, status.state) == (before, 0, "ready")
 
@@ -140,7 +140,7 @@ async def held_back(router: Router, replica: Mortal) -> None:
 
 
 async def resized(router: Router, replica: Mortal, answers, sizes, name):
-    """Resizes the only replica in the midst of all requests, and returns the status."""
+    """Resizes the only replica during all requests, and returns the status."""
     hold(replica)
     asking = [
         asyncio.create_task(ask(router, prompt, GREEDY, f"{name}-{number}"))

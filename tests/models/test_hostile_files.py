@@ -1,4 +1,4 @@
-"""Model files from anybody: whatever they hold, opening them ends soon, and in a typed error."""
+"""Untrusted model files: whatever they hold, opening them ends soon, and in a typed error."""
 
 from __future__ import annotations
 

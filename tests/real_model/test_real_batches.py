@@ -130,7 +130,7 @@ def test_batch_invariant_logprobs_on_a_mesh(smollm2_path, tmp_path, mesh):
 
 
 def check_ties(found: dict[str, list[RequestOutput]], tie: float) -> int:
-    """Tokens are the same up to a tie: a greedy output differs first where the two likeliest
+    """Tokens are the same up to a tie: a greedy output differs first where the two most likely
     tokens are within `tie` of each other. Returns how many outputs differ."""
     different = 0
     for outputs in found.values():

@@ -130,7 +130,7 @@ def test_prefix_hits(llm):
 
 @pytest.mark.parametrize("quantization", ["gguf", "int8", "int4", "fp8"])
 def test_packed_weights(smollm2, quantization):
-    """Each token is the likeliest by the dense model of the weights that the packed ones mean; of
+    """Each token is the most likely by the dense model of the weights that the packed ones mean; of
     the GGUF file they mean what transformers reads."""
     golden = golden_prompts("chat_sky", "code_python", "french")
     small = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 32}
@@ -183,7 +183,7 @@ def test_kv_on_the_host(smollm2_path):
 
 
 def test_quantized_kv(smollm2):
-    """Each token is the likeliest by the dense model that rounds keys and values in the same way:
+    """Each token is the most likely by the dense model that rounds keys and values in the same way:
     in chunks beside decodes, again from cached pages, and from pages that came back."""
     golden = golden_prompts("chat_sky", "french")
     small = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 2 + 32}
@@ -257,7 +257,7 @@ def test_grammars(llm, form, fits, temperature):
 
 
 def check_scored(entry, token, expected, count):
-    """One position: the token and the `count` likeliest; where two are equal to within rounding,
+    """One position: the token and the `count` most likely; where two are equal to within rounding,
     either may come first."""
     assert token in entry and count <= len(entry) <= count + 1
     least = np.sort(expected)[-count]

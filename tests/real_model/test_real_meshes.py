@@ -85,7 +85,7 @@ DEVIATIONS = 4
 
 
 def bfloat16_margins(logits: np.ndarray, layers: int) -> np.ndarray:
-    """By how much the likeliest token in bfloat16 may fall short of the best in exact arithmetic,
+    """By how much the most likely token in bfloat16 may fall short of the best in exact arithmetic,
     float [tokens].
 
     The residual stream is rounded twice a layer, after attention and after the MLP, and what these
@@ -106,8 +106,8 @@ def in_bfloat16(smollm2):
     return dataclasses.replace(smollm2, params=params)
 
 
-def check_likeliest(margins: np.ndarray, logits: np.ndarray, token_ids: list[int]) -> None:
-    """Each token is the likeliest by the oracle's logits, or falls short by no more than rounding
+def check_most_likely(margins: np.ndarray, logits: np.ndarray, token_ids: list[int]) -> None:
+    """Each token is the most likely by the oracle's logits, or falls short by no more than rounding
     accounts for."""
     shares = shortfalls(logits, token_ids) / margins
     assert shares.max() <= 1, f"tokens fall short by {shares.round(2)} of what rounding allows"
@@ -127,7 +127,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mesh", ["", *MESHES])
-def test_bfloat16_takes_the_likeliest_tokens(answers, in_bfloat16, mesh):
+def test_bfloat16_takes_the_most_likely_tokens(answers, in_bfloat16, mesh):
     """With the oracle's log probabilities, within rounding; and what differs from one device
     differs first where rounding can decide."""
     ours, alone = (answers(name, "bfloat16")["greedy"] for name in (mesh, ""))
@@ -137,13 +137,13 @@ def test_bfloat16_takes_the_likeliest_tokens(answers, in_bfloat16, mesh):
         logits = logits_before(in_bfloat16, output.prompt_token_ids, tokens)
         margins = bfloat16_margins(logits, in_bfloat16.config.num_layers)
         scores = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens)]
-        check_likeliest(margins, logits, tokens)
+        check_most_likely(margins, logits, tokens)
         check_scores(margins, logits, tokens, scores)
         pairs = zip(tokens, others)
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         if tokens != others:
             until = slice(same + 1)
-            check_likeliest(margins[until], logits[until], others[until])
+            check_most_likely(margins[until], logits[until], others[until])
 
 
 def without_a_layer(params):

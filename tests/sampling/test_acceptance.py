@@ -1,4 +1,4 @@
-"""Rules that keep drafts: the distribution of what they leave, and Medusa's criterion."""
+"""Rules that accept drafts: the distribution of what they leave, and Medusa's criterion."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def total_variation(tokens, probs):
 
 
 def several_drawn(probs, position, most):
-    """As many different drafts int32 [draws, most], the likeliest to win the race first."""
+    """As many different drafts int32 [draws, most], the most likely to win the race first."""
     tokens = jnp.arange(probs.shape[1], dtype=jnp.int32)
     positions = jnp.full(len(probs), position, jnp.int32)
     race = probs / exponentials(seeds_of(len(probs)), positions, tokens)
@@ -63,7 +63,8 @@ def several_drawn(probs, position, most):
 
 @jax.jit
 def two_tokens(p_first, p_second, q_first, q_second):
-    """Two tokens of every sequence, as numbers in base VOCAB, and whether the first draft was kept.
+    """Two tokens of every sequence, as numbers in base VOCAB, and whether the first draft was
+    accepted.
 
     Where it was, the second draft of the same step follows it; otherwise another step drafts after
     the token in its place, with the same noise.
@@ -77,7 +78,7 @@ def two_tokens(p_first, p_second, q_first, q_second):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rejection_leaves_the_distribution_of_every_continuation(seed):
-    """Against all continuations, enumerated; and drafts are kept as often as the rule says."""
+    """Against all continuations, enumerated; and drafts are accepted as often as the rule says."""
     p_first, q_first = distributions(seed), distributions(seed + 10)
     p_second, q_second = distributions(seed + 20, VOCAB), distributions(seed + 30, VOCAB)
     tokens, kept = two_tokens(p_first, p_second, q_first, q_second)

@@ -37,7 +37,7 @@ def test_a_row_and_a_part_of_the_vocabulary_are_the_same_alone():
 
 @pytest.mark.parametrize("vary", ["seed", "position", "token"])
 def test_variates_are_exponential(vary):
-    """Along each argument: 50 equally likely intervals, and the mean and variance of the law."""
+    """Along each argument: 50 equally likely intervals, the mean and the variance."""
     count = 200_000
     if vary == "token":
         sample = noise(seed_words(7), np.zeros(1, np.int32), np.arange(count, dtype=np.int32))[0]

@@ -1,4 +1,4 @@
-"""Trees of drafts, their kept paths and their best guesses, against the definitions."""
+"""Trees of drafts, their accepted paths and their best guesses, against the definitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.sampling.processors import Processors
 from jaxserve.sampling.speculation import (
     NO_DRAFT,
     abstract_speculation,
-    kept_nodes,
+    accepted_nodes,
     path_tokens,
     verify,
 )
@@ -98,9 +98,9 @@ def test_the_tokens_that_are_kept_are_those_of_a_walk(tree, tokens, order, count
 
     nodes = jnp.arange(1 + NODES)
     *of_nodes, depths = path_tokens(state, DEPTH, jnp.zeros_like(nodes), nodes)
-    kept_of_all = kept_nodes(*of_nodes, depths, nodes, jnp.asarray(tokens))
+    accepted_of_all = accepted_nodes(*of_nodes, depths, nodes, jnp.asarray(tokens))
     if count > NODES:
-        assert np.flatnonzero(kept_of_all).tolist() == sorted(walk)
+        assert np.flatnonzero(accepted_of_all).tolist() == sorted(walk)
 
 
 @settings(max_examples=20, deadline=None)
@@ -123,7 +123,7 @@ def test_the_best_drafts_begin_with_what_is_sampled(seed, temperature, top_k, nu
     for draft in drafts[:kept]:
         output, _ = run_general(logits, state, meta, masks)
         assert output.token_ids[0] == draft
-        if top_k:  # Another token would come among the likeliest.
+        if top_k:  # Another token would come among the most likely.
             break
         logits[0, draft] = -np.inf
     if not temperature:

@@ -12,12 +12,12 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.settings.speculative import AUTO_LENGTHS
 from jaxserve.core.steps.buckets import Buckets
-from jaxserve.scheduler.drafts import TRIAL_STEPS, ChosenDrafts
+from jaxserve.scheduler.drafts import EXPLORATION_STEPS, AdaptiveDraftLength
 from jaxserve.scheduler.step_time import StepLoad, StepTime
 
 ROWS = 32
-WARM_UP = 8 * TRIAL_STEPS
-STEPS = 40 * TRIAL_STEPS
+WARM_UP = 8 * EXPLORATION_STEPS
+STEPS = 40 * EXPLORATION_STEPS
 
 
 @dataclasses.dataclass
@@ -32,7 +32,7 @@ class World:
         budget = ROWS * (1 + AUTO_LENGTHS[-1]) + 32
         self.buckets = Buckets.from_config(ROWS, budget, draft_lengths=AUTO_LENGTHS)
         self.step_time = StepTime(self.buckets)
-        self.drafts = ChosenDrafts(AUTO_LENGTHS, self.step_time)
+        self.drafts = AdaptiveDraftLength(AUTO_LENGTHS, self.step_time)
 
     def us(self, num_decodes: int, width: int, prefill_tokens: int = 0) -> float:
         program = self.buckets.pick(num_decodes, prefill_tokens, width)
@@ -96,7 +96,7 @@ SMOLLM2 = 36_000, 3_900
 )
 def test_the_length_is_that_of_the_best_goodput(world, count, chance, length):
     world, seqs = World(*world), sequences(count)
-    for _ in range(WARM_UP + TRIAL_STEPS // 2):
+    for _ in range(WARM_UP + EXPLORATION_STEPS // 2):
         world.step(dict.fromkeys(seqs, chance))
     assert {world.drafts.of(seq) for seq in seqs} == {length}
 
@@ -117,7 +117,7 @@ def test_drafts_of_a_step_with_prompts_pay_for_themselves():
     for times, beside in (((20_000, 20), 7), (SMOLLM2, 0)):
         world, seqs = World(*times), sequences(2)
         lengths: dict[int, list[int]] = {0: [], 32: []}
-        for number in range(40 * TRIAL_STEPS):
+        for number in range(40 * EXPLORATION_STEPS):
             prefill_tokens = 0 if number % 3 else 32
             world.step(dict.fromkeys(seqs, 0.95), prefill_tokens)
             lengths[prefill_tokens].append(world.drafts.of(seqs[0]))
@@ -135,7 +135,7 @@ def test_a_sequence_that_accepts_nothing_is_drafted_for_only_in_trials():
         for place, seq in enumerate(seqs):
             drafted[place] += world.drafts.of(seq) > 0
     assert min(drafted[:3]) > 0.9 * STEPS
-    assert 0 < drafted[3] <= 1.5 * STEPS / TRIAL_STEPS
+    assert 0 < drafted[3] <= 1.5 * STEPS / EXPLORATION_STEPS
 
 
 def test_the_same_tokens_and_times_give_the_same_lengths():

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from jaxserve.cli import main
-from jaxserve.core.steps.in_flight import DispatchedStep, StepResults
+from jaxserve.core.steps.results import DispatchedStep, StepResults
 from jaxserve.runtime.runner import Runner
 
 _read = Runner.read

@@ -29,12 +29,12 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WAITS_FOR_BODY = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
 
 
-def served(scenario, keys=(), most=100) -> None:
+def served(scenario, keys=(), max_connections=100) -> None:
     """Run a scenario with the port of a server that has no engine, so /health says "starting"."""
 
     async def run() -> None:
         settings = apps.AppSettings(keys, 1 << 20, log_requests=False)
-        limits = ConnectionLimits(most)
+        limits = ConnectionLimits(max_connections)
         app = apps.create_app(Service(["tiny"], 8), settings, limits)
         with listen("127.0.0.1", 0) as listener:
             server = http_server(app, limits)
@@ -119,7 +119,7 @@ def test_many_half_open_connections_block_no_client():
         assert not await closed(flood[-1][0], 0.1)
         assert not await closed(others[-1][0], 0.1)
 
-    served(scenario, most=8)
+    served(scenario, max_connections=8)
 
 
 def test_requests_in_progress_are_bounded_and_health_is_answered(monkeypatch):
@@ -141,7 +141,7 @@ def test_requests_in_progress_are_bounded_and_health_is_answered(monkeypatch):
             body.write(b'{"a": 1}\n')
             assert (await answer(reader)).startswith(b"HTTP/1.1 400"), "none was cut off"
 
-    served(scenario, most=6)
+    served(scenario, max_connections=6)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ import resource
 from jaxserve.server.http.connections import ConnectionLimits
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000))
 limits = ConnectionLimits.of_system()
-print(limits.most, limits.most_of_peer, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(limits.max_connections, limits.max_of_peer, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

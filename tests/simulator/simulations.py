@@ -13,7 +13,7 @@ from jaxserve.kv.offload.tiers import Tier
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.simulation import Arrival, LowerTier, Simulation
 from jaxserve.simulator.step_times import LinearTimes
-from jaxserve.simulator.transfers import Link
+from jaxserve.simulator.transfer_worker import Link
 
 PAGE_SIZE = 4
 TIMES = LinearTimes(base_s=2e-3, token_s=1e-4, pair_s=1e-6, page_s=1e-5)

@@ -38,13 +38,13 @@ def test_the_example_of_distserve():
 def test_engines_that_do_both_win_where_phases_cannot_be_balanced():
     """On one device nothing can be apart. Chunked prefill at 5 requests/s an engine: two of them
     beat one of each role, three only equal them, and then the simpler is chosen."""
-    assert not best_placement([DISTSERVE], 1).apart
+    assert not best_placement([DISTSERVE], 1).disaggregated
     chunked = dataclasses.replace(DISTSERVE, both=3.0)
     assert best_placement([chunked], 2).goodput == 6.0
-    assert not best_placement([chunked], 2).apart
+    assert not best_placement([chunked], 2).disaggregated
     even = dataclasses.replace(DISTSERVE, both=10 / 3)
-    assert not best_placement([even], 3).apart
-    assert best_placement([DISTSERVE], 3).apart
+    assert not best_placement([even], 3).disaggregated
+    assert best_placement([DISTSERVE], 3).disaggregated
 
 
 def test_each_role_has_the_mesh_that_suits_it():
@@ -112,7 +112,9 @@ def test_engines_apart_serve_what_the_slower_role_does():
     assert found.step == min(role.step for role in roles)
     assert both.capacity(SLO, found.step, bounds.last_step).step is None
     assert SLO.met(found.values)
-    with pytest.raises(ConfigError, match="slo has e2e_p50, which prefill and decode apart"):
+    with pytest.raises(
+        ConfigError, match="slo has e2e_p50, which disaggregated prefill and decode"
+    ):
         SplitEngines.of(shared, shared, Slo.of("e2e_p50=1s"))
     with pytest.raises(ConfigError, match="nothing to decode"):
         SplitEngines.of(shared, prefill_only(shared), SLO)

@@ -31,7 +31,7 @@ from jaxserve.simulator.deployments.search import (
 from jaxserve.simulator.deployments.slo import Slo
 from jaxserve.simulator.simulation import Arrival
 from jaxserve.simulator.step_times import LinearTimes
-from jaxserve.simulator.transfers import Link
+from jaxserve.simulator.transfer_worker import Link
 
 SLO = Slo.of("ttft_p90=20ms,itl_p90=8ms")
 RATE = 40.0

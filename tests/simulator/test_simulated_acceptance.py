@@ -1,4 +1,4 @@
-"""Speculation in simulations: which drafts are kept, what a step with drafts takes, and yields."""
+"""Speculation in simulations: accepted drafts, and what a step with drafts takes and yields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def one(output_tokens: int) -> Arrival:
 @pytest.mark.parametrize(("rate", "tokens_a_step"), [(1.0, 4), (0.0, 1)])
 def test_a_timeline_by_hand(rate, tokens_a_step):
     """A prompt pads to 32 tokens: 5.2 ms. A decode of 1 token and 3 drafts takes 2.4 ms, and yields
-    4 tokens where every draft is kept, one where none is. The last token has no drafts: 2.1 ms."""
+    4 tokens if all drafts are accepted, one if none is. The last one has no drafts: 2.1 ms."""
     engine = speculating((rate,))
     engine.run([one(13)])
     (summary,) = engine.metrics.finished()
@@ -54,26 +54,26 @@ def test_a_timeline_by_hand(rate, tokens_a_step):
 
 
 def test_rates_are_those_of_each_place():
-    """Of many decodes with 3 drafts: shares of those that keep one, two and three."""
-    law, params = DraftAcceptance((0.8, 0.5, 0.25)), SamplingParams(max_tokens=4)
+    """Of many decodes with 3 drafts: shares of those that accept one, two and three."""
+    acceptance, params = DraftAcceptance((0.8, 0.5, 0.25)), SamplingParams(max_tokens=4)
     seqs = [Sequence(n, str(n), 0, [1], params, arrival_us=0) for n in range(4_000)]
-    kept = [law.verified(seq, 5, 3).num_kept for seq in seqs]
+    kept = [acceptance.verified(seq, 5, 3).num_accepted for seq in seqs]
     shares = [sum(k >= place for k in kept) / len(kept) for place in (1, 2, 3)]
     assert shares == pytest.approx([0.8, 0.4, 0.1], abs=0.03)
     assert 1 + sum(kept) / len(kept) == pytest.approx(1 + 0.8 + 0.4 + 0.1, abs=0.05)
-    assert law.verified(seqs[0], 5, 3) == law.verified(seqs[0], 5, 3)
-    other = dataclasses.replace(law, seed=1)
-    assert kept != [other.verified(seq, 5, 3).num_kept for seq in seqs]
+    assert acceptance.verified(seqs[0], 5, 3) == acceptance.verified(seqs[0], 5, 3)
+    other = dataclasses.replace(acceptance, seed=1)
+    assert kept != [other.verified(seq, 5, 3).num_accepted for seq in seqs]
     tree = DraftAcceptance((1.0,), depth=2)
     assert tree.verified(seqs[0], 5, 9) == (9, 2)
 
 
 def test_a_draft_is_right_however_many_are_verified():
-    law, params = DraftAcceptance((0.6,)), SamplingParams(max_tokens=4)
+    acceptance, params = DraftAcceptance((0.6,)), SamplingParams(max_tokens=4)
     seq = Sequence(7, "7", 0, [1], params, arrival_us=0)
     for index in range(50):
-        most = law.verified(seq, index, 8).num_kept
-        assert [law.verified(seq, index, n).num_kept for n in range(9)] == [
+        most = acceptance.verified(seq, index, 8).num_accepted
+        assert [acceptance.verified(seq, index, n).num_accepted for n in range(9)] == [
             min(n, most) for n in range(9)
         ]
 
@@ -102,7 +102,7 @@ def test_nothing_is_lost_with_drafts(rate, drafts, num_pages, seed):
     assert engine.core.kv.pool.num_used == 0
 
 
-def test_the_controller_stops_drafts_that_are_never_kept():
+def test_the_controller_stops_drafts_that_are_never_accepted():
     """`auto` learns from the same acceptance as in an engine: a drafter that is never right drafts
     less and less, one that always is does not."""
     for rate in (0.0, 1.0):

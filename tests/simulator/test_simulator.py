@@ -14,13 +14,13 @@ from simulations import TIMES, simulation, tiny_trace
 from jaxserve.core.events import Collected, Dispatched, EventLog
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.core.steps.in_flight import PackedStep, StepResults
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.results import PackedStep, StepResults
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.runtime.in_flight import DeviceStep
+from jaxserve.runtime.device_step import DeviceStep
 from jaxserve.runtime.planning.step_work import prefix_cost
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup import start
@@ -28,7 +28,7 @@ from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.acceptance import Verified
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
 from jaxserve.simulator.simulation import Arrival, Simulation
-from jaxserve.simulator.transfers import Link, SimulatedTransfers
+from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
 
 PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -68,7 +68,7 @@ def test_a_timeline_by_hand():
 def test_transfers_take_the_time_of_their_bytes_one_at_a_time_in_each_queue():
     clock = VirtualClock()
     link = Link(bytes_per_s=1e6, latency_s=1e-3)
-    transfers = SimulatedTransfers({Tier.HOST: link}, page_bytes=1000, clock=clock)
+    transfers = SimulatedTransferWorker({Tier.HOST: link}, page_bytes=1000, clock=clock)
     assert transfers.reserve()
     assert transfers.reserve()
     save = transfers.move(Tier.DEVICE, [1, 2], Tier.HOST, [0, 1], 2)
@@ -199,7 +199,7 @@ class _Seen:
 
 
 class DraftingRunner(TimedRunner):
-    """One that notes which drafts were kept."""
+    """One that notes which drafts were accepted."""
 
     seen: _Seen
 
@@ -226,15 +226,16 @@ def without_trees(record: Any) -> Any:
 
 
 def predictable(params: SamplingParams) -> SamplingParams:
-    """As `params`, of an answer that repeats itself, so that drafts are found and kept: also those
-    of a step that was dispatched before its sequence had finished."""
+    """As `params`, of an answer that repeats itself, so that drafts are found and accepted: also
+    those of a step that was dispatched before its sequence had finished."""
     longer = params.max_tokens + 20
     two = {"temperature": 0.0, "n": 1, "allowed_token_ids": (97, 98), "max_tokens": longer}
     return dataclasses.replace(params, **two)
 
 
 def test_decisions_are_those_of_the_engine_that_speculates(llama):
-    """With the same drafts kept, the numbers of drafts, the pages and the steps are the same."""
+    """With the same drafts accepted, the numbers of drafts, the pages and the steps are the
+    same."""
     speculative = {"num_speculative_tokens": "auto", "prompt_lookup_min": 1}
     settings = llama.settings(debug_kv=True, host_kv_bytes=0)
     settings |= {"speculative_config": speculative, "max_num_batched_tokens": 64}
@@ -282,5 +283,5 @@ def test_decisions_are_those_of_the_engine_that_speculates(llama):
         assert ours == theirs, f"step {number}"
     assert len(decided) == len(expected)
     assert [*map(without_trees, log.records)] == simulated.log.records
-    assert sum(seen.num_kept for seen in runner.seen.rows.values()) > 0
+    assert sum(seen.num_accepted for seen in runner.seen.rows.values()) > 0
     assert any(chunk[-2] for _, (decodes, _), *_ in decided for chunk in decodes)

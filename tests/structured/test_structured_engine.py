@@ -58,7 +58,7 @@ def spelled(llm_for):
     return [tokenizer.token_bytes(token) for token in range(256)]
 
 
-def likeliest(llama, spelled, prompt, language, *, ignore_eos=False):
+def most_likely(llama, spelled, prompt, language, *, ignore_eos=False):
     """What must be generated greedily after `prompt` in a language, from the oracle's logits."""
     taken, said = [], b""
     while language.goes_on(said):
@@ -75,7 +75,7 @@ def likeliest(llama, spelled, prompt, language, *, ignore_eos=False):
 
 
 @pytest.mark.parametrize("scheduler", POLICIES)
-def test_tokens_are_the_likeliest_that_the_grammar_allows(llama, llm_for, spelled, scheduler):
+def test_tokens_are_the_most_likely_that_the_grammar_allows(llama, llm_for, spelled, scheduler):
     """All prompts at once, of one chunk or several, every other one without a grammar."""
     arrivals = [
         Arrival(prompt, GREEDY if index % 2 else FREE, step=index // 3)
@@ -84,7 +84,7 @@ def test_tokens_are_the_likeliest_that_the_grammar_allows(llama, llm_for, spelle
     outputs = drive(llm_for(scheduler).engine, arrivals)
     for index, (prompt, output) in enumerate(zip(llama.prompts, outputs)):
         if index % 2:
-            assert tokens(output) == [likeliest(llama, spelled, prompt, WORDS)]
+            assert tokens(output) == [most_likely(llama, spelled, prompt, WORDS)]
             assert output.outputs[0].finish_reason == "stop"
             assert re.fullmatch(REGEX, output.outputs[0].text)
         else:

@@ -123,7 +123,7 @@ def test_at_most_the_budget_and_then_an_answer(data, whole, budget, has_grammar,
         assert end - begins.index(True) <= budget + len(marks.close_ids)
 
 
-def likeliest(llama, spelled, prompt, budget, *, has_grammar=False):
+def most_likely(llama, spelled, prompt, budget, *, has_grammar=False):
     """What must be generated greedily after a prompt that opens the reasoning."""
     close = [spelled.index(bytes([byte])) for byte in CLOSE]
     taken, said = [], b""
@@ -155,7 +155,7 @@ def tokens_of(output):
     return [list(completion.token_ids) for completion in output.outputs]
 
 
-def test_the_likeliest_tokens_but_for_the_end_of_the_reasoning(
+def test_the_most_likely_tokens_but_for_the_end_of_the_reasoning(
     llama, llm_for, spelled, open_prompts
 ):
     """Budgets of every phase, beside requests without any, in a batch that preempts."""
@@ -165,7 +165,7 @@ def test_the_likeliest_tokens_but_for_the_end_of_the_reasoning(
         prompt = open_prompts[index * 2]
         more = {"structured_outputs": {"regex": REGEX}} if has_grammar else {}
         arrivals.append(Arrival(prompt, bounded(budget, **more), step=index))
-        expected.append(likeliest(llama, spelled, prompt, budget, has_grammar=has_grammar)[:24])
+        expected.append(most_likely(llama, spelled, prompt, budget, has_grammar=has_grammar)[:24])
         arrivals.append(Arrival(llama.prompts[index], GREEDY, step=index))
         expected.append(llama.answers[index])
     for _ in range(2):  # Again, with prefix hits.

@@ -1,4 +1,4 @@
-"""Chat templates from anybody: limited in time, output and memory, and otherwise as in Jinja."""
+"""Untrusted chat templates: limited in time, output and memory, and otherwise as in Jinja."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_pass_follows_the_pass_before_as_drafts_follow_one_another(deep):
         embedded, _ = frozen.family.embed(frozen.params, frozen.config, tokens[row], jnp.arange(9))
         features = np.asarray(eagle3.features(params, followed[row]))
         logits = frozen.family.logits(frozen.params, frozen.config, hidden[row])
-        laws = jax.nn.softmax(logits[:, guessable])
+        target_probs = jax.nn.softmax(logits[:, guessable])
         for start in range(8):
             own_features = features.copy()
             for index in range(PASSES):
@@ -67,7 +67,7 @@ def test_a_pass_follows_the_pass_before_as_drafts_follow_one_another(deep):
                 )[0, place]
                 if place + 1 >= first:
                     guess = eagle3.draft_logits(shapes.rms_norm_eps, params, given[None])[0]
-                    cross = -jnp.sum(laws[place + 1] * jax.nn.log_softmax(guess))
+                    cross = -jnp.sum(target_probs[place + 1] * jax.nn.log_softmax(guess))
                     totals[index].append(float(cross))
                 own_features[place + 1] = given
     expected = sum(0.8**index * np.mean(each) for index, each in enumerate(totals))

@@ -39,14 +39,14 @@ def test_the_loss_is_that_of_generated_tokens(llama):
             guess, right = noisy[row, place - 1], hidden[row, place]
             apart = np.abs(guess - right)
             distance = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
-            laws = llama.family.logits(llama.params, llama.config, jnp.stack([guess, right]))
-            cross = -jnp.sum(jax.nn.softmax(laws[1]) * jax.nn.log_softmax(laws[0]))
+            logits = llama.family.logits(llama.params, llama.config, jnp.stack([guess, right]))
+            cross = -jnp.sum(jax.nn.softmax(logits[1]) * jax.nn.log_softmax(logits[0]))
             each.append(distance + 0.1 * cross)
     assert float(found) == pytest.approx(np.mean(each), rel=1e-4)
 
 
 def right_guesses(llama, params, targets) -> float:
-    """The share of generated tokens after which the layer expects the model's likeliest."""
+    """The share of generated tokens after which the layer expects the model's most likely."""
     shapes, heads = eagle.layer_for(llama.config), (llama.params, llama.config)
 
     @jax.jit

@@ -130,7 +130,7 @@ def _integers(word: str) -> tuple[int, ...] | None:
         raise ValueError(f"{word!r} is not a list of integers, such as 0,1.") from None
 
 
-Shares = Annotated[
+Floats = Annotated[
     tuple[float, ...],
     PrimitiveConstructorSpec(
         nargs=1,

@@ -97,7 +97,7 @@ class Probe:
         return "   ".join([*words, verdict])
 
     def reached(self) -> str:
-        """The values, for people."""
+        """The values, human-readable."""
         return ", ".join(self._values())
 
     def _values(self) -> list[str]:

@@ -17,9 +17,9 @@ from jaxserve.core.process.tables import table
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.metrics.device_idle import DeviceIdle
 from jaxserve.metrics.metrics import Metrics
+from jaxserve.metrics.perfetto import write_trace
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, RunSummary
-from jaxserve.metrics.trace import write_trace
 from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Engines on devices that are not here: by the file of a device, or by a measured profile."""
+"""Engines on target devices: by the file of a device, or by a measured profile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.profile import Profile, ProfiledTimes
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.step_times import PrefixSharing, StepTimes
-from jaxserve.simulator.transfers import Link
+from jaxserve.simulator.transfer_worker import Link
 
 if TYPE_CHECKING:
     from jaxserve.runtime.planning.engine_plan import EnginePlan
@@ -98,7 +98,7 @@ class Described:
     def modelled(self) -> StepTimes | None:
         """By the data sheet; None where that is not known. Raises as `times`."""
         from jaxserve.runtime.planning.step_work import draft_work
-        from jaxserve.runtime.programs.forward.halves import in_halves
+        from jaxserve.runtime.programs.forward.dual_batch import in_halves
 
         if self.spec is None:
             return None
@@ -172,8 +172,8 @@ class Described:
 
 
 def draft_acceptance(config: EngineConfig, rates: tuple[float, ...]) -> DraftAcceptance | None:
-    """The law by which drafts are kept; None without speculation. Raises ConfigError where only one
-    of the two is given, or the rates are out of range."""
+    """How drafts are accepted; None without speculation. Raises ConfigError where only one of the
+    two is given, or the rates are out of range."""
     speculative = config.speculative_config
     if speculative is None:
         if rates:
@@ -208,7 +208,7 @@ def _counted(config: EngineConfig) -> EngineConfig:
         return config
     if len(config.devices) > 1:
         raise ConfigError(
-            f"devices is {config.devices}, but devices that are not here have no ids; give their "
+            f"devices is {config.devices}, but target devices have no ids; give their "
             "number, or leave it out and set the parallel sizes."
         )
     (count,) = config.devices

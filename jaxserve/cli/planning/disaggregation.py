@@ -40,7 +40,7 @@ class Split(NamedTuple):
     @classmethod
     def of(cls, engine: EngineGoodput, num_replicas: int) -> Self:
         best = best_placement([engine], num_replicas * engine.devices)
-        if best.apart:
+        if best.disaggregated:
             together = num_replicas * engine.both
             return cls(best.num_prefill, best.num_decode, best.goodput, together)
         splits = [

@@ -13,7 +13,7 @@ from typing import Any
 from tyro.conf import OmitArgPrefixes
 
 from jaxserve.cli.arguments.options import Common
-from jaxserve.cli.arguments.values import Names, Shares
+from jaxserve.cli.arguments.values import Floats, Names
 from jaxserve.cli.bench.options import Deadline
 from jaxserve.cli.search.deployments import Dropped, Planned, Planner, SearchLoad, SharedLoad
 from jaxserve.cli.search.journal import Journal
@@ -42,7 +42,7 @@ class Search(Common):
         devices: numbers of devices to try.
         slo: limits of percentiles, such as ttft=2s,itl_p90=50ms: of queue, ttft, itl, tpot, e2e,
             and at least of fluidity; without _pN of the 99th.
-        draft_acceptance: with speculative_config, the share of drafts that are kept, as in
+        draft_acceptance: with speculative_config, the share of drafts that are accepted, as in
             `jaxserve simulate`.
         prices: a TOML file with the price of each device for an hour, with lines such as
             h200 = 3.50; without it the cost is the number of devices.
@@ -62,7 +62,7 @@ class Search(Common):
     space: OmitArgPrefixes[Space] = dataclasses.field(default_factory=Space)
     load: OmitArgPrefixes[SearchLoad] = dataclasses.field(default_factory=SearchLoad)
     deadline: Deadline = dataclasses.field(default_factory=Deadline)
-    draft_acceptance: Shares = ()
+    draft_acceptance: Floats = ()
     prices: Path | None = None
     out: Path | None = None
     processes: int | None = None

@@ -1,4 +1,4 @@
-"""Format numbers and runs for people."""
+"""Human-readable formats of numbers and runs."""
 
 from __future__ import annotations
 

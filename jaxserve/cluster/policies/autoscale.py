@@ -16,10 +16,10 @@ from typing import Literal
 from jaxserve.cluster.policies.dispatch import ReplicaLoad
 from jaxserve.core.errors import ConfigError
 
-LOW_FREENESS = 2.0
+SCALE_LOW_FREENESS = 2.0
 """A replica is added when sequences may grow by fewer pages each, or more of them than run wait."""
 
-HIGH_FREENESS = 6.0
+SCALE_HIGH_FREENESS = 6.0
 """One is removed if sequences may grow by so many pages each without it."""
 
 HIGH_SLOTS = 0.75
@@ -27,7 +27,7 @@ HIGH_SLOTS = 0.75
 
 ADD_AFTER_S = 2.0
 REMOVE_AFTER_S = 30.0
-"""How long it has to be so: a replica takes long to load, and bursts come again."""
+"""How long the condition must hold: a replica takes long to load, and bursts come again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Autoscaler:
     """Decides about one replica at a time.
 
     Attributes:
-        least, most: the fewest and the most replicas.
+        min_replicas, max_replicas: how many there may be.
     """
 
     def __init__(
         self,
-        least: int,
-        most: int,
+        min_replicas: int,
+        max_replicas: int,
         add_after_s: float = ADD_AFTER_S,
         remove_after_s: float = REMOVE_AFTER_S,
     ) -> None:
-        self.least = least
-        self.most = most
+        self.min_replicas = min_replicas
+        self.max_replicas = max_replicas
         self._after_s = {"add": add_after_s, "remove": remove_after_s}
         self._wanted: Literal["add", "remove"] | None = None
         self._since_s = 0.0
@@ -76,7 +76,7 @@ class Autoscaler:
     def decide(self, loads: Sequence[ReplicaLoad], now_s: float) -> Literal["add"] | Removal | None:
         """What to do now, if anything. `now_s` is of any clock. While a replica is loaded or
         drains nothing is done, and time counts from then on."""
-        wanted = self._wish(loads)
+        wanted = self._desired(loads)
         if wanted != self._wanted:
             self._wanted, self._since_s = wanted, now_s
         if wanted is None or now_s - self._since_s < self._after_s[wanted]:
@@ -87,16 +87,17 @@ class Autoscaler:
     @staticmethod
     def are_full(loads: Collection[ReplicaLoad]) -> bool:
         """Whether these need another replica."""
-        return _freeness(loads, loads) < LOW_FREENESS or _num_sequences(loads) > _num_slots(loads)
+        fills_up = _freeness(loads, loads) < SCALE_LOW_FREENESS
+        return fills_up or _num_sequences(loads) > _num_slots(loads)
 
-    def _wish(self, loads: Sequence[ReplicaLoad]) -> Literal["add", "remove"] | None:
+    def _desired(self, loads: Sequence[ReplicaLoad]) -> Literal["add", "remove"] | None:
         if any(load.draining for load in loads):
             return None
-        if len(loads) < self.least:
+        if len(loads) < self.min_replicas:
             return "add"
-        if len(loads) < self.most and self.are_full(loads):
+        if len(loads) < self.max_replicas and self.are_full(loads):
             return "add"
-        if len(loads) > self.least and _can_do_without(loads, loads[_least_used(loads)]):
+        if len(loads) > self.min_replicas and _can_do_without(loads, loads[_least_used(loads)]):
             return "remove"
         return None
 
@@ -104,7 +105,7 @@ class Autoscaler:
 def _can_do_without(loads: Collection[ReplicaLoad], load: ReplicaLoad) -> bool:
     others = [each for each in loads if each is not load]
     runs = _num_sequences(loads) <= HIGH_SLOTS * _num_slots(others)
-    return runs and _freeness(others, loads, load.num_pages_to_move) >= HIGH_FREENESS
+    return runs and _freeness(others, loads, load.num_pages_to_move) >= SCALE_HIGH_FREENESS
 
 
 def _freeness(

@@ -16,17 +16,17 @@ from typing import NamedTuple
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
 from jaxserve.core.cluster_status import Role
 
-LOW_FREENESS = 1.0
+MOVE_LOW_FREENESS = 1.0
 """A replica whose sequences may grow by fewer pages each gives one up."""
 
 LAST_TOKENS = 32
-"""When so few tokens came since the last stage of a copy, the request moves: its new replica
-computes them in one step."""
+"""When so few tokens were generated since the last stage of a copy, the request moves: its new
+replica computes them in one step."""
 
 MAX_STAGES = 3
 """A request that generates faster than its KV is copied moves after so many stages."""
 
-HIGH_FREENESS = 3.0
+MOVE_HIGH_FREENESS = 3.0
 """A replica takes a request if its sequences may grow by so many pages each after it."""
 
 
@@ -103,12 +103,12 @@ def _offers(
         yield first, ("decode",), -math.inf
     if not busy and _is_full(load):
         keys = [k for k, each in load.demands.items() if not (prefills and each.num_output)]
-        yield keys, (load.role,), HIGH_FREENESS
+        yield keys, (load.role,), MOVE_HIGH_FREENESS
 
 
 def _is_full(load: ReplicaLoad) -> bool:
     """Whether requests should leave a replica: it drains, or some wait or soon have to."""
-    return load.freeness() < LOW_FREENESS or load.num_sequences > load.max_num_seqs
+    return load.freeness() < MOVE_LOW_FREENESS or load.num_sequences > load.max_num_seqs
 
 
 def _takes(load: ReplicaLoad, demand: Demand, least: float) -> bool:

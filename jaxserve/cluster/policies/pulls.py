@@ -18,7 +18,7 @@ MAX_PULLS = 4
 """Prefixes that leave one replica at a time: each lies in memory meanwhile."""
 
 RETRY = 64
-"""One of so many pulls is made though it would not pay: what they take may have changed."""
+"""One of so many pulls is made although predicted slower: what they take may have changed."""
 
 
 class Pull(NamedTuple):

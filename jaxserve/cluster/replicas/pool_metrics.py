@@ -27,7 +27,7 @@ def pool_metrics(
     copies = requests.copies
     counters = {
         "pulled_prefix_tokens": (
-            "Prompt tokens whose KV came from another replica",
+            "Prompt tokens whose KV was copied from another replica",
             requests.num_pulled_tokens,
         ),
         "redispatched_requests": (
@@ -37,7 +37,7 @@ def pool_metrics(
         "moved_requests": ("Requests moved to another replica, with their KV", requests.num_moved),
         "moved_kv_tokens": ("Tokens whose KV was copied of requests that move", copies.copied),
         "moved_kv_tokens_during_prefill": (
-            "Of those, tokens whose KV came while later ones of their prompt were computed",
+            "Of those, tokens whose KV was copied while later ones of their prompt were computed",
             copies.during_prefill,
         ),
         "moved_uncopied_tokens": (

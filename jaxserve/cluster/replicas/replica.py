@@ -83,7 +83,7 @@ class Replica:
         return self._ready.get_tokenizer()
 
     async def get_process(self) -> str:
-        """Where it runs, for people."""
+        """Where it runs, human-readable."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     async def submit(self, request: AddRequest | RequestSnapshot) -> None:

@@ -63,10 +63,10 @@ class ReplicaClient(Protocol):
 
 
 class ReplicaSilentError(ReplicaLostError):
-    """A replica's process is there, as far as one knows, but does not answer."""
+    """A replica's process runs but does not respond."""
 
 
-async def silence(client: ReplicaClient) -> JaxserveError:
+async def wait_until_unresponsive(client: ReplicaClient) -> JaxserveError:
     """Returns once a replica has answered nothing for `SILENT_S`, or is lost.
 
     The clock counts the seconds that this process has waited, so that none pass while the machine

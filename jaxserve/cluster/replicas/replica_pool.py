@@ -15,10 +15,14 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxserve.cluster.fair_sharing import share_fairly
 from jaxserve.cluster.mover import move_requests
-from jaxserve.cluster.open_requests import OpenRequests, tried
+from jaxserve.cluster.open_requests import OpenRequests, ignore_lost
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.replicas.pool_metrics import pool_metrics, replica_metrics
-from jaxserve.cluster.replicas.replica_client import ReplicaClient, ReplicaSilentError, silence
+from jaxserve.cluster.replicas.replica_client import (
+    ReplicaClient,
+    ReplicaSilentError,
+    wait_until_unresponsive,
+)
 from jaxserve.cluster.replicas.resize import Resize, resized
 from jaxserve.cluster.replicas.restart import RollingRestart
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
@@ -195,7 +199,7 @@ class ReplicaPool:
             if error is not None:
                 many = f"with {len(lost)} requests"
                 _log.error("replica %d was lost %s: %s", replica.index, many, error)
-            if replica.leaves:
+            if replica.removing:
                 self._replicas.remove(replica)
                 self._count()
             resume, replica.resume = replica.resume, None
@@ -204,8 +208,8 @@ class ReplicaPool:
                 self.requests.redispatch(left)
             else:
                 self.requests.hold(left)
-            if replica.leaves:
-                await tried(replica.client.close())
+            if replica.removing:
+                await ignore_lost(replica.client.close())
                 return
             if not await self._load_again(replica, has_process):
                 if resume is not None:
@@ -219,7 +223,7 @@ class ReplicaPool:
         when its process is to be replaced."""
         watch = None
         if self._watchdog_timeout != 0:
-            watch = asyncio.create_task(silence(replica.client))
+            watch = asyncio.create_task(wait_until_unresponsive(replica.client))
             watch.add_done_callback(lambda task: task.cancelled() or replica.end(task.result()))
         try:
             while True:
@@ -266,7 +270,7 @@ class ReplicaPool:
             self.failure = error
             self.stop.set()
         self._count()
-        await tried(replica.client.close())  # Its devices are free for others.
+        await ignore_lost(replica.client.close())  # Its devices are free for others.
         return False
 
     async def _loaded_anew(self, replica: RoutedReplica) -> EngineInfo:
@@ -323,7 +327,7 @@ class ReplicaPool:
             raise RestartError(
                 "a replica is being resized; wait for its end, which /cluster/status tells."
             )
-        if any(replica.leaves for replica in self._replicas):
+        if any(replica.removing for replica in self._replicas):
             raise RestartError("a replica is being removed; wait for its end, and try again.")
 
     @property
@@ -345,16 +349,16 @@ class ReplicaPool:
     async def reset_prefix_cache(self) -> None:
         for replica in tuple(self._replicas):
             replica.load.cached.clear()
-            await tried(replica.client.reset_prefix_cache())
+            await ignore_lost(replica.client.reset_prefix_cache())
 
     async def add_lora(self, lora_request: LoRARequest) -> None:
         """Has every replica load an adapter; one that is lost loads it for its next request."""
         for replica in tuple(self._replicas):
-            await tried(replica.client.add_lora(lora_request))
+            await ignore_lost(replica.client.add_lora(lora_request))
 
     async def remove_lora(self, name: str) -> None:
         for replica in tuple(self._replicas):
-            await tried(replica.client.remove_lora(name))
+            await ignore_lost(replica.client.remove_lora(name))
 
     async def metrics(self) -> dict[str, dict[str, Metric]]:
         replicas = tuple(self._replicas)  # One of them may be given up meanwhile.

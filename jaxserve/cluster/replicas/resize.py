@@ -73,7 +73,7 @@ class Resize:
         while replica.state == "draining" and self._are_leaving():
             await asyncio.sleep(POLL_S)
         if replica.state == "draining":
-            replica.stays = True
+            replica.immovable = True
             await self._keep()
         if replica.state != "draining":
             self._end("it was lost meanwhile; see the server's log.")
@@ -90,7 +90,7 @@ class Resize:
         elif replica.config is self._config:
             self._end(None)
         else:
-            self._end("it cannot be loaded so, and has the sizes before; see the server's log.")
+            self._end("it failed to load; its previous sizes are restored. See the server's log.")
 
     def _are_leaving(self) -> bool:
         """Whether requests of the replica are moving to others, or can move there."""

@@ -1,4 +1,4 @@
-"""A replica of a router and the requests that it has, of which each knows the other."""
+"""A replica and its requests, as the router sees them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Submission:
 @dataclasses.dataclass(eq=False)
 class OpenRequest:
     """A request whose output is not complete. `number` is its place in its submission; `sent_as`
-    its id in `replica`, while it is with one. `stays`: it has not been possible to move it.
+    its id in `replica`, while it is with one. `immovable`: it has not been possible to move it.
     `cached_tokens`: those of the replica that computed its prompt; where a request moves to, all of
     it is cached."""
 
@@ -39,7 +39,7 @@ class OpenRequest:
     submission: Submission
     number: int
     accepted: bool = False
-    stays: bool = False
+    immovable: bool = False
     moving: bool = False
     cached_tokens: int | None = None
     replica: RoutedReplica | None = None
@@ -49,7 +49,7 @@ class OpenRequest:
     def movable(self) -> bool:
         """Whether another replica can go on with it. Of an embedding, what a replica has summed up
         stays there."""
-        bound = self.stays or self.moving or self.routed.added.pooling is not None
+        bound = self.immovable or self.moving or self.routed.added.pooling is not None
         return self.accepted and not bound
 
     def note(self, output: RequestOutput) -> None:
@@ -69,9 +69,9 @@ class RoutedReplica:
             when its process is to be replaced.
         num_moving: those of its requests whose KV is being copied to others.
         num_pulled: prefixes that are being copied from it to others.
-        leaves: its process ends, and none is started in its place.
-        config: what it is loaded with; `fallback` if it cannot be loaded so.
-        stays: its requests do not move to others.
+        removing: its process ends, and none is started in its place.
+        config: what it is loaded with; `fallback` if it fails to load.
+        immovable: its requests do not move to others.
         resume: called once it is loaded again, with the requests that it had; without, these are
             dispatched to others.
         num_finished: requests that have ended here, with their output.
@@ -93,7 +93,7 @@ class RoutedReplica:
         self.requests: dict[str, OpenRequest] = {}
         self.moved: dict[str, OpenRequest] = {}
         self.num_moving = self.num_pulled = 0
-        self.leaves = self.stays = False
+        self.removing = self.immovable = False
         self.config = config
         self.fallback: EngineConfig | None = None
         self.resume: Callable[[Iterable[OpenRequest]], Awaitable[None]] | None = None
@@ -104,7 +104,7 @@ class RoutedReplica:
 
     def begin(self, info: EngineInfo, process: str) -> None:
         """Its engine is loaded, in this process."""
-        self._info, self.fallback, self.stays = info, None, False
+        self._info, self.fallback, self.immovable = info, None, False
         if self.load.num_pages != info.num_pages:
             self.load = self._no_load(info)
         self._process = process

@@ -1,7 +1,7 @@
 """Devices by their data sheets: memory, rates, links. One TOML file describes one device.
 
 The files here have public figures, each with its source. The engine chooses the programs of a mesh
-by them, and plans and simulations use them in place of devices that are not there.
+by them, and plans and simulations use them in place of target devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeviceSpec:
     that programs are assumed to reach.
 
     Attributes:
-        name: for people.
+        name: human-readable.
         kind: how JAX's `device_kind` begins.
         platform: JAX's name of the platform.
         source: where the figures are from.

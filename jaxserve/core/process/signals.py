@@ -13,9 +13,9 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def end_on_interrupt() -> None:
-    """Ctrl-C ends the process at once, as long as its modules are imported: in the midst of an
+    """Ctrl-C ends the process at once, as long as its modules are imported: during an
     import KeyboardInterrupt is printed as a traceback, lost in a callback of JAX, or ends the
-    process otherwise. A handler of somebody else stays."""
+    process otherwise. Other handlers are kept."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

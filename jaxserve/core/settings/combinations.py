@@ -123,7 +123,7 @@ EXCLUSIONS = (
     Exclusion(
         "dual_batch_overlap",
         ("context_parallel_size", "sequence_parallel", "batch_invariant"),
-        "it splits the tokens of a step in its own way",
+        "it splits the tokens of a step into two microbatches",
     ),
     Exclusion(
         "batch_invariant",

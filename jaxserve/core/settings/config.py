@@ -273,7 +273,7 @@ class EngineConfig:
                 "each device once."
             )
         object.__setattr__(self, "devices", tuple(devices))
-        if len(devices) != 1:  # Of devices that are not here it is their number.
+        if len(devices) != 1:  # Of target devices it is their number.
             self.check_device_ids()
 
     def check_device_ids(self) -> None:

@@ -65,13 +65,13 @@ class SpeculativeConfig:
         depth: drafts of its longest paths; 5 by default, or as many as there are drafts.
         max_ngram_size: tokens of an n-gram, the one that it is found by included; for "lookahead"
             only, where it is DEFAULT_NGRAM_SIZE by default, or one more than the most drafts.
-        acceptance: how drafts are kept. "exact": where they equal the token sampled in their place,
-            so that the tokens are those without drafts. "rejection": with the chance that gives the
-            tokens their distribution (Leviathan et al. 2023). "typical": where the model finds them
-            likely enough (Medusa, Cai et al. 2024), which promises neither.
-        posterior_threshold: for "typical": the probability with which any draft is kept.
+        acceptance: how drafts are accepted. "exact": where they equal the token sampled in their
+            place, so that the tokens are those without drafts. "rejection": with the chance that
+            gives the tokens their distribution (Leviathan et al. 2023). "typical": where the model
+            finds them likely enough (Medusa, Cai et al. 2024), which promises neither.
+        posterior_threshold: for "typical": the probability with which any draft is accepted.
         posterior_alpha: for "typical": with entropy H (nats) a draft of probability above
-            posterior_alpha * exp(-H) is kept too.
+            posterior_alpha * exp(-H) is accepted too.
     """
 
     num_speculative_tokens: int | Literal["auto"] | None = None
@@ -147,7 +147,7 @@ class SpeculativeConfig:
                 )
         if self.acceptance == "typical" and self.tree_depth:
             raise ConfigError(
-                'acceptance of speculative_config is "typical", which keeps drafts one after '
+                'acceptance of speculative_config is "typical", which accepts drafts one after '
                 "another, but the drafts are a tree; leave out the tree, or set another."
             )
         if self.acceptance == "rejection" and self.method not in _DRAWN:

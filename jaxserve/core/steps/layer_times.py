@@ -1,5 +1,5 @@
 """Modelled times of a layer, as one and in two halves, of which one computes beside the sums of the
-other (runtime/programs/forward/halves.py). Nothing is measured.
+other (runtime/programs/forward/dual_batch.py). Nothing is measured.
 
 With c(t) the time that a layer computes t tokens without attention, s(t) that of a sum over the
 devices that split it,

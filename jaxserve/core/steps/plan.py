@@ -34,7 +34,7 @@ class ScheduledChunk(NamedTuple):
     num_uploaded: int = 0
     num_drafts: int = 0
     """Drafts that a decode verifies, at most: the device knows how many there are, and that its
-    first token is further by the drafts kept in steps not yet read."""
+    first token is further by the drafts accepted in steps not yet read."""
     num_lookahead_tokens: int = 0
     """KV entries beyond its tokens that it may write, for these drafts and those in flight."""
     others: tuple[tuple[SequenceOf[int], int], ...] = ()

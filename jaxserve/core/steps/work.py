@@ -105,7 +105,7 @@ class DraftWork:
 
     Attributes:
         each: a pass, which drafts one token for every decode of a step.
-        tokens: of a decode in a pass: those whose keys and values the drafter has not yet.
+        tokens: of a decode in a pass: those whose keys and values the drafter lacks.
         always: whether there is a pass where nothing is verified, for later drafts of sequences
             that may have some.
         prompts: whether it computes the prompts as well.

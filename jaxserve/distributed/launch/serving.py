@@ -1,5 +1,5 @@
 """Kubernetes manifests of a server and its Service: a Deployment, a StatefulSet, a JobSet, or for
-prefill and decode apart on several hosts a RayCluster."""
+disaggregated prefill and decode on several hosts a RayCluster."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class ServedDeployment:
         Raises ConfigError for TPUs."""
         if self.spec.platform == "tpu":
             raise ConfigError(
-                f"{self.replicas} replicas that prefill and decode apart need several hosts, and "
-                "one server has those of GPUs only; search with fewer devices, or set "
+                f"{self.replicas} replicas of disaggregated prefill and decode need several "
+                "hosts, and one server has those of GPUs only; search with fewer devices, or set "
                 "prefill_replicas to 0."
             )
         engines = min(self.spec.devices_per_host // self.devices, self.replicas)

@@ -17,26 +17,31 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.paging import Paging
+    from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 
 
 class EngineAccess:
     """The requests and KV of one engine, and the way in for those of another.
 
     Attributes:
-        core, paging, restorer, facts: the engine's.
+        core, page_transfers, restorer, facts: the engine's.
         check_open: raises EngineClosedError when the engine is closed.
     """
 
     def __init__(
         self,
         core: EngineCore,
-        paging: Paging,
+        page_transfers: DevicePageTransfers,
         restorer: Restorer,
         facts: SnapshotFacts,
         check_open: Callable[[], None],
     ) -> None:
-        self.core, self.paging, self.restorer, self.facts = core, paging, restorer, facts
+        self.core, self.page_transfers, self.restorer, self.facts = (
+            core,
+            page_transfers,
+            restorer,
+            facts,
+        )
         self.check_open = check_open
 
     def check(self) -> None:
@@ -79,7 +84,7 @@ class EngineAccess:
         """The KV of sequences, from token `start` on, and with `cache` that of the prefix cache."""
         scheduler = self.core.scheduler
         prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
-        return kv_entries(prefixes, self.paging.token_kv())
+        return kv_entries(prefixes, self.page_transfers.token_kv())
 
     def saved(self, reader: SnapshotReader | PartReader) -> SavedKV:
         """The KV of a snapshot. That of another engine's drafter is not used."""

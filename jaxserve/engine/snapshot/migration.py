@@ -167,7 +167,7 @@ class Migration:
                 places = [node.nearest for node in nodes]
                 known = list(token_ids[:num_tokens])
                 prefixes.append(Prefix(num_tokens, places, salt=salt.decode(), token_ids=known))
-        entries = kv_entries(prefixes, self._engine.paging.token_kv())
+        entries = kv_entries(prefixes, self._engine.page_transfers.token_kv())
         exported = encode_parts(self._engine.facts.ours, entries)
         return self._while_unchanged(exported, self._engine.core.num_changes)
 

@@ -19,7 +19,7 @@ from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.runtime.adapters import AdapterSlots
-    from jaxserve.runtime.paging import Paging
+    from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 
 Tables = dict[tuple[str, int], PageTable]
 """Page tables by request id and index of a sequence, with the KV pinned that was written for it."""
@@ -38,7 +38,7 @@ class Restorer:
     def __init__(
         self,
         core: EngineCore,
-        paging: Paging,
+        page_transfers: DevicePageTransfers,
         input_processor: InputProcessor,
         tokenizer: Tokenizer,
         adapters: AdapterSlots,
@@ -48,7 +48,7 @@ class Restorer:
         self._max_model_len = max_model_len
         self._input = input_processor
         self._core = core
-        self._paging = paging
+        self._page_transfers = page_transfers
         self._adapters = adapters
 
     def built(self, states: list[RequestSnapshot]) -> list[Request]:
@@ -141,8 +141,8 @@ class Restorer:
 
         try:
             if contents.kv is not None:
-                pages = self._paging.token_kv()
-                contents.kv.restore(kv, pages, table_of, self._paging.settle)
+                pages = self._page_transfers.token_kv()
+                contents.kv.restore(kv, pages, table_of, self._page_transfers.settle)
             finish()
         except BaseException:
             for table in tables.values():

@@ -96,7 +96,7 @@ class Snapshots:
         writer.add("requests", self._engine.states(requests))
         writer.commit(self._engine.facts.ours)
         if with_kv:
-            self._engine.paging.settle()
+            self._engine.page_transfers.settle()
             scheduler = self._engine.core.scheduler
             sequences = [*scheduler.running, *scheduler.waiting]
             entries = self._engine.kv(sequences, cache=self._engine.core.kv.prefix_caching)

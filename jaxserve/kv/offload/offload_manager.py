@@ -16,7 +16,7 @@ from jaxserve.kv.offload.transfers import TRANSFER_PAGES, Transfer, staged_pages
 from jaxserve.kv.page_table import PageTable
 
 _MIN_TIMEOUT_US = 50_000
-_UNKNOWN_PATIENCE_US = 1_000_000
+_DEFAULT_TIMEOUT_US = 1_000_000
 _BACK_OFF_US = 1_000_000
 """Pause of spilling after a failed save: a full disk is still full one step later."""
 _SPARE_SHARE = 4
@@ -114,18 +114,18 @@ class OffloadManager:
     def begin_fetches(self, transfers: Sequence[Transfer], table: PageTable, first: int) -> None:
         """Starts transfers into the pages of a table, from its page `first` on."""
         num_pages = sum(len(transfer.nodes) for transfer in transfers)
-        patience_us = self._patience_us(first, first + num_pages)
+        timeout_us = self._timeout_us(first, first + num_pages)
         for transfer in transfers:
             count = len(transfer.nodes)
             transfer.table, transfer.first = table, first
             transfer.target_pages = table.pages[first : first + count]
             self._fetches.setdefault(table, []).append(transfer)
-            self._start(transfer, patience_us)
+            self._start(transfer, timeout_us)
             first += count
 
     def begin_save(self, transfer: Transfer, staging: Any) -> None:
         """Starts a save whose pages were gathered into `staging`."""
-        self._start(transfer, self._patience_us(0, len(transfer.nodes)), staging)
+        self._start(transfer, self._timeout_us(0, len(transfer.nodes)), staging)
 
     def refuse_save(self, transfer: Transfer) -> None:
         """Cancels a save because no staging buffer was free."""
@@ -146,8 +146,8 @@ class OffloadManager:
     def take_saves(self) -> list[Transfer]:
         saves, self._saves = self._saves, []
         for save in saves:  # Tails were evicted first; copies go in ascending order.
-            for upside_down in (save.nodes, save.source_pages, save.target_pages):
-                upside_down.reverse()
+            for column in (save.nodes, save.source_pages, save.target_pages):
+                column.reverse()
         return saves
 
     def take_loads(self) -> list[Transfer]:
@@ -170,22 +170,22 @@ class OffloadManager:
                 self._learn(transfer.handle, now_us - transfer.handle.begun_us)  # A lower bound.
         if now_us >= self._back_off_until_us:
             for upper, lower in zip(self._tier_pools, self._tier_pools[1:]):
-                self._pass_on(upper, lower)
+                self._spill(upper, lower)
         return ended
 
-    def _start(self, transfer: Transfer, patience_us: int, staging: Any = None) -> None:
+    def _start(self, transfer: Transfer, timeout_us: int, staging: Any = None) -> None:
         transfer.handle = handle = self._worker.move(
             transfer.source, transfer.source_pages, transfer.target, transfer.target_pages, staging
         )
-        transfer.deadline_us = handle.begun_us + patience_us
+        transfer.deadline_us = handle.begun_us + timeout_us
         self._in_flight[handle] = transfer
 
-    def _patience_us(self, first: int, stop: int) -> int:
+    def _timeout_us(self, first: int, stop: int) -> int:
         """Timeout for transferring pages first .. stop - 1 of a sequence: twice their recompute
         time, so that a timeout plus the recompute takes at most three times the recompute."""
         recompute_us = self._rates.prefill_us(first * self._page_size, stop * self._page_size)
         if recompute_us is None:
-            return _UNKNOWN_PATIENCE_US
+            return _DEFAULT_TIMEOUT_US
         return max(2 * recompute_us, _MIN_TIMEOUT_US)
 
     def _learn(self, handle: TransferHandle, us: int) -> None:
@@ -197,7 +197,7 @@ class OffloadManager:
         self.counters.slow_transfers += 1
         self._stop_waiting(transfer)
         if transfer.target is Tier.DEVICE:
-            self._cut_short(transfer)
+            self._truncate_fetch(transfer)
 
     def _stop_waiting(self, transfer: Transfer) -> None:
         """Marks that no sequence waits for a transfer any more."""
@@ -207,7 +207,7 @@ class OffloadManager:
                 for node in transfer.nodes:
                     self._states.transition(node, NodeState.ABANDONED)
 
-    def _cut_short(self, transfer: Transfer) -> None:
+    def _truncate_fetch(self, transfer: Transfer) -> None:
         """Has the sequence recompute the pages of this fetch and all pages after them."""
         table = transfer.table
         table.num_cached = min(table.num_cached, transfer.first * self._page_size)
@@ -231,7 +231,7 @@ class OffloadManager:
             self._end_waiting(table, transfer)
             _count(self.counters.fetched_pages, transfer.source, len(transfer.nodes))
         elif transfer.awaited:
-            self._cut_short(transfer)
+            self._truncate_fetch(transfer)
         failed = transfer.handle.state is TransferState.FAILED
         for offset, node in enumerate(transfer.nodes):
             if (
@@ -264,7 +264,7 @@ class OffloadManager:
         if landed:
             _count(self.counters.saved_pages, transfer.target, len(transfer.nodes))
 
-    def _pass_on(self, upper: TierPool, lower: TierPool) -> None:
+    def _spill(self, upper: TierPool, lower: TierPool) -> None:
         """Spills the next pages to be evicted to the tier below, ahead of their eviction."""
         in_flight = (t for t in self._in_flight.values() if t.source is upper.tier)
         coming = sum(len(t.nodes) for t in in_flight if t.target is lower.tier)
@@ -279,7 +279,7 @@ class OffloadManager:
             transfer.target_pages.append(page)
             self._states.begin_spill(node)
         if transfer.nodes:
-            self._start(transfer, self._patience_us(0, len(transfer.nodes)))
+            self._start(transfer, self._timeout_us(0, len(transfer.nodes)))
 
     def _add_save(self, target: Tier, node: Node, target_page: int) -> None:
         last = self._saves[-1] if self._saves else None

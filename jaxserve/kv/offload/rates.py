@@ -15,13 +15,13 @@ from collections.abc import Hashable, Iterable
 
 from jaxserve.core.steps.work import causal_pairs
 
-MEMORY = 64
+HORIZON = 64
 """Forgetting horizon in observations: one this many steps old weighs 1/e of the latest."""
 
-SPEED_MEMORY = 8
+SPEED_HORIZON = 8
 """Observations over which a change of the machine's speed is averaged."""
 
-SURPRISE = 2
+OUTLIER_FACTOR = 2
 """Outlier limit: an observation is clipped to this many times faster than predicted, and its effect
 on the speed to this many times faster or slower."""
 
@@ -41,7 +41,7 @@ class LinearCost:
     - Stalls make steps slow, and relative errors give slow outliers little weight: one that took
       k times as long has 1/k of the influence. The very first observation, which may include page
       faults, counts only until there is a second.
-    - A fast outlier, from a clock read late, would have a large weight: see `SURPRISE`.
+    - A fast outlier, from a clock read late, would have a large weight: see `OUTLIER_FACTOR`.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class LinearCost:
             self.first, self.second = us / x, 0.0
             self._x = self._y = self._xx = self._xy = self._yy = 0.0
         predicted = self.predict(x, y)
-        us = max(us, predicted / SURPRISE)
-        self._rescale(min(us / predicted, SURPRISE) ** (1 / SPEED_MEMORY))
+        us = max(us, predicted / OUTLIER_FACTOR)
+        self._rescale(min(us / predicted, OUTLIER_FACTOR) ** (1 / SPEED_HORIZON))
         self._add(x / us, y / us)
         self._solve()
 
@@ -81,7 +81,7 @@ class LinearCost:
         self._xx, self._xy, self._yy = self._xx / square, self._xy / square, self._yy / square
 
     def _add(self, x: float, y: float) -> None:
-        kept = 1 - 1 / MEMORY
+        kept = 1 - 1 / HORIZON
         self._x, self._y = kept * self._x + x, kept * self._y + y
         self._xx, self._yy = kept * self._xx + x * x, kept * self._yy + y * y
         self._xy = kept * self._xy + x * y

@@ -7,7 +7,8 @@ dispatches both, in order with its steps, so that no copy sees a partly written 
 reads a page that has not arrived (the swap manager of FastSwitch, Shen et al. 2024, with staging
 arrays instead of copies to and from the pool itself).
 
-`TransferQueue` has the books, `TransferWorker` the threads; the simulator has virtual time instead.
+`TransferQueue` holds the state, `TransferWorker` the threads; the simulator has virtual time
+instead.
 """
 
 from __future__ import annotations

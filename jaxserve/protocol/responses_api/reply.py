@@ -11,7 +11,7 @@ from jaxserve.core.requests.outputs import Delta, RequestMetrics, RequestOutput
 from jaxserve.protocol.chat.reply import ParsedBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.parsing.tool_calls import Piece
-from jaxserve.protocol.responses_api.stored import NOTHING, Conversation, StoredResponse
+from jaxserve.protocol.responses_api.stored import EMPTY_CONVERSATION, Conversation, StoredResponse
 
 Event = dict[str, Any]
 
@@ -23,8 +23,8 @@ class ParsedResponses(ParsedBlocks):
     whether it did."""
 
     described: dict[str, Any]
-    before: Conversation = NOTHING
-    input: Conversation = NOTHING
+    before: Conversation = EMPTY_CONVERSATION
+    input: Conversation = EMPTY_CONVERSATION
     keep: Callable[[StoredResponse], bool] | None = None
 
     @property

@@ -27,7 +27,7 @@ from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses_api.items import InputItem, messages_of
 from jaxserve.protocol.responses_api.reply import ParsedResponses
 from jaxserve.protocol.responses_api.stored import (
-    NOTHING,
+    EMPTY_CONVERSATION,
     Conversation,
     Item,
     StoredResponse,
@@ -175,7 +175,7 @@ class ResponsesRequest(GenerationFields):
         if self.background:
             self._check_background(has_store=keep is not None)
         self._check_include()
-        before = before or NOTHING
+        before = before or EMPTY_CONVERSATION
         try:
             chat = self._as_chat(before.items).parse(model)
         except RequestError as error:

@@ -37,7 +37,7 @@ class Conversation:
         return json.loads(self.text)
 
 
-NOTHING = Conversation(b"[]", 0)
+EMPTY_CONVERSATION = Conversation(b"[]", 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Programs compiled for devices that are not here, by the compilers of those alone."""
+"""Programs compiled for target devices, by the compilers of those alone."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ VERSIONS = {
 _BEAT_S = 1.0
 _SILENCE_S = 12.0
 """A host without a heartbeat for this long is lost."""
-_LAST_WORDS_S = 5.0
+_SHUTDOWN_TIMEOUT_S = 5.0
 """Time for the engine to shut down when a host is lost, before the process exits."""
-_PATIENCE_S = 300.0
+_STEP_TIMEOUT_S = 300.0
 """Timeout for another host at a step."""
-_START_PATIENCE_S = 3600.0
+_START_TIMEOUT_S = 3600.0
 """Timeout before the first step: another host may be fetching a model or compiling programs."""
 _KEPT_ENTRIES = 64
 _LEFT = "left"
@@ -83,9 +83,9 @@ class Hosts:
         self._prefix = f"jaxserve/{next(_numbers)}"
         self._lost: str | None = None
         self._closed = threading.Event()
-        self._door = threading.Lock()  # no heartbeat follows the last one
+        self._lock = threading.Lock()  # no heartbeat follows the last one
         self._since: float | None = None
-        self._patience_s = _START_PATIENCE_S
+        self._timeout_s = _START_TIMEOUT_S
         self._watch = threading.Thread(target=self._keep_watch, name="jaxserve-hosts", daemon=True)
         self._watch.start()
 
@@ -103,7 +103,7 @@ class Hosts:
                         f"on host {other}; all hosts need the same."
                     )
 
-    def least(self, name: str, value: int) -> int:
+    def minimum(self, name: str, value: int) -> int:
         """The minimum over all hosts. Raises DistributedError when a host's value is missing."""
         return min(self.gather(name, value))
 
@@ -118,8 +118,8 @@ class Hosts:
 
     def all_ready(self) -> None:
         """Wait until all hosts are ready for steps."""
-        self.least("ready", 0)
-        self._patience_s = _PATIENCE_S
+        self.minimum("ready", 0)
+        self._timeout_s = _STEP_TIMEOUT_S
 
     def publish(self, number: int, entry: bytes) -> None:
         self._store.set(f"{self._prefix}/log/{number}", entry)
@@ -148,7 +148,7 @@ class Hosts:
     def close(self) -> None:
         """Leave, with the reason if a host was lost, so that the others stop waiting for this host.
         Idempotent."""
-        with self._door:
+        with self._lock:
             if not self._closed.is_set():
                 self._closed.set()
                 self._beat(_LEFT + (self._lost or ""))
@@ -171,9 +171,9 @@ class Hosts:
                     raise DistributedError(self._lost) from error
                 if not isinstance(error, TimeoutError):
                     raise self.blame(error) or error from error
-            if not wait and time.monotonic() - begin > self._patience_s:
+            if not wait and time.monotonic() - begin > self._timeout_s:
                 raise DistributedError(
-                    f"host {self.host} waited for {what} for {self._patience_s:g} s. See that "
+                    f"host {self.host} waited for {what} for {self._timeout_s:g} s. See that "
                     "host's log; every host must run the same script."
                 )
 
@@ -187,7 +187,7 @@ class Hosts:
         heard: dict[int, tuple[str, float]] = {}
         for count in itertools.count():
             self._closed.wait(_BEAT_S)
-            with self._door:
+            with self._lock:
                 if self._closed.is_set():
                     return
                 self._beat(str(count))
@@ -197,8 +197,8 @@ class Hosts:
                     heard[host] = beat, now
             waited_s = 0 if self._since is None else now - self._since
             self._lost = self._lost or lost_one(heard, now, waited_s)
-            if self._lost is None and waited_s > self._patience_s:
-                self._lost = f"a step takes more than {self._patience_s:g} s"
+            if self._lost is None and waited_s > self._timeout_s:
+                self._lost = f"a step takes more than {self._timeout_s:g} s"
             if self._lost is not None:
                 self._give_up()
                 return
@@ -213,7 +213,7 @@ class Hosts:
 
     def _give_up(self) -> None:
         """Exit this process, which may hang in a step that waits for a lost host."""
-        if self._closed.wait(_LAST_WORDS_S):
+        if self._closed.wait(_SHUTDOWN_TIMEOUT_S):
             return
         print(f"jaxserve: host {self.host} ends: {self._lost}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)

@@ -190,7 +190,7 @@ def plan_described(
     for name in ("weights_on", "kv_on"):
         if getattr(config, name) != "device":
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, and the reads of devices that are not here "
+                f"{name} is {getattr(config, name)!r}, and the reads of target devices "
                 "are unknown; leave it out, or plan on the devices themselves."
             )
     kept = config.quantization
@@ -297,7 +297,7 @@ def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
     if not memory.fits:
         raise _refusal(decided)
     if hosts is not None:
-        memory = dataclasses.replace(memory, num_pages=hosts.least("pages", memory.num_pages))
+        memory = dataclasses.replace(memory, num_pages=hosts.minimum("pages", memory.num_pages))
     if memory.disk_pages:  # Fail now, not after loading.
         DiskStore(config.disk_kv_dir, memory.disk_pages, memory.whole_page_bytes).close()
     if memory.disk_weights_bytes:

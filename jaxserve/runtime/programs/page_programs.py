@@ -80,8 +80,8 @@ def compact(
     slots: jax.Array,
     acceptance: Acceptance,
 ) -> list[Pages]:
-    """The pages with the kept tokens of trees at consecutive positions: a step writes the KV of a
-    tree in the order of its nodes, and most of them are not kept.
+    """The pages with the accepted tokens of trees at consecutive positions: a step writes the KV of
+    a tree in the order of its nodes, and most of them are not.
 
     The rows of `acceptance` are of the sequences in `slots` int32 [rows], whose lengths count what
     they gained."""

@@ -46,8 +46,8 @@ from jaxserve.sampling.rows import (
 )
 from jaxserve.sampling.speculation import (
     SpeculationState,
+    accepted_nodes,
     following_drafts,
-    kept_nodes,
     path_tokens,
 )
 from sharding_rules import SEQ
@@ -103,9 +103,9 @@ def general(
 ) -> tuple[jax.Array, SamplingState, SampleOutput]:
     """Sample one token per row with all sampling parameters. `rows` come from `pack_rows`; `masks`
     int32 [rows, mask_words] are the masks of rows with a grammar. With `speculation`, positions
-    count from the length of the sequence, and drafts are kept by the `rule`; None is the exact one.
-    `tile` and `tree_depth` as in StepLayout: of trees PLACE is the node, and at most `branches`
-    drafts follow a token."""
+    count from the length of the sequence, and drafts are accepted by the `rule`; None is the exact
+    one. `tile` and `tree_depth` as in StepLayout: of trees PLACE is the node, and at most
+    `branches` drafts follow a token."""
 
     def sample(carry, arrays):
         hidden, rows, masks, drafts, drafted = arrays
@@ -113,7 +113,7 @@ def general(
         output, _ = sample_general(logits, state, rows, masks, processors, drafts, rule, drafted)
         return carry, output
 
-    slots, drafts, drafted, kept = rows[:, SLOT], None, None, None
+    slots, drafts, drafted, accepted = rows[:, SLOT], None, None, None
     if speculation is not None:
         rows = rows.at[:, POSITION].add(speculation.lengths[slots])
         drafts, nodes = speculation.drafts[slots], rows[:, PLACE]
@@ -133,8 +133,8 @@ def general(
     # After all tiles, since a tile may begin between the tokens of a sequence.
     count = tokens_per_rank(config.vocab_size, parallel.num_vocab_ranks())
     if speculation is not None and tree_depth:
-        kept = kept_nodes(paths, drafts, depths, nodes, output.token_ids)
-    state = record_sampled(state, rows, output.token_ids, count, drafts, kept)
+        accepted = accepted_nodes(paths, drafts, depths, nodes, output.token_ids)
+    state = record_sampled(state, rows, output.token_ids, count, drafts, accepted)
     return last_tokens.at[slots].set(jnp.maximum(output.token_ids, 0)), state, output
 
 

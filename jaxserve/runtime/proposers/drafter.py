@@ -20,7 +20,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Family, Params
-from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward import step
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
@@ -55,7 +55,7 @@ class Drafter:
     """A model that drafts, as one device runs it, with the pages of its layers at `places`.
 
     `num_recent`: how many of a sequence's last tokens a pass computes. The newest is always without
-    KV; the one before it too, where that was the last draft of a step and was kept, unless the
+    KV; the one before it too, where that was the last draft of a step and was accepted, unless the
     target computes the same KV.
     """
 

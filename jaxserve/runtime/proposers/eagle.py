@@ -26,7 +26,7 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Params
-from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.forward.forward_programs import BY_RANK, Hidden

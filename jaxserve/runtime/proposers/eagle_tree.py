@@ -6,7 +6,7 @@ follows each; a guess is as confident as all on the way to it are together. Of a
 with the most confidence are the drafts, which always include those on the way to them.
 
 The layer's entries of these guesses are in no pages: they attend to the committed ones there and to
-each other. After the step `eagle.follow` writes those of the tokens that were kept.
+each other. After the step `eagle.follow` writes those of the tokens that were accepted.
 """
 
 from __future__ import annotations

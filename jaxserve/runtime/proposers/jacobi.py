@@ -1,6 +1,6 @@
 """Drafts of what the model itself sampled: Jacobi and lookahead decoding (Fu et al. 2024).
 
-A step samples a token after each draft, right or wrong. Those after the last draft that it kept
+A step samples a token after each draft, right or wrong. Those after the last draft that it accepted
 are guesses at the tokens to come, better than the drafts that they replace: sampled with the noise
 of their own positions, after contexts of which one token more is right. To verify them is Jacobi's
 iteration for the equations `token = sample(tokens before it)`, whose solution is the sequence that
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
@@ -49,7 +49,7 @@ def iterate(
 
     `token_ids` int32 [at least rows * width] are the tokens sampled after each row's newest token
     and its drafts, of which `counts` int32 [rows] were computed, or _FIRST. The first `num_tokens`
-    int32 [rows] of them were kept, and the history has them.
+    int32 [rows] of them were accepted, and the history has them.
     """
     rows, most = len(slots), state.drafts.shape[1]
     sampled = token_ids[: rows * width].reshape(rows, width)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.runtime.in_flight import PackedInputs
+from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
 from jaxserve.runtime.programs.page_programs import SetTables
@@ -47,7 +47,7 @@ class Proposer(abc.ABC):
         acceptance: Acceptance,
     ) -> None:
         """Takes what a step sampled, `width` tokens for each of `step.sampled`, int32 [at least as
-        many], and how many of them are kept, as `state.speculation` has them already."""
+        many], and how many of them are accepted, as `state.speculation` has them already."""
         return
 
     def follow(

@@ -28,14 +28,14 @@ class ConnectionLimits:
     half-open, or kept alive for a request that may never come.
 
     Attributes:
-        most: how many connections there may be, and requests in progress.
-        most_of_peer: how many of them one address may have, three quarters; the rest are for
+        max_connections: how many connections there may be, and requests in progress.
+        max_of_peer: how many of them one address may have, three quarters; the rest are for
             others.
     """
 
-    def __init__(self, most: int = MAX_CONNECTIONS) -> None:
-        self.most = most
-        self.most_of_peer = max(1, most * 3 // 4)
+    def __init__(self, max_connections: int = MAX_CONNECTIONS) -> None:
+        self.max_connections = max_connections
+        self.max_of_peer = max(1, max_connections * 3 // 4)
         self._open: set[HttpConnection] = set()
         self._of_peer: Counter[str] = Counter()
         self._waiting: dict[HttpConnection, None] = {}  # the longest first
@@ -56,7 +56,7 @@ class ConnectionLimits:
         """Count a new connection, and close one if there are too many. That is the new one only if
         requests are in progress on all others and on the reserved ones."""
         if self._excess(connection.peer) >= 0:
-            of_peer = self._of_peer[connection.peer] >= self.most_of_peer
+            of_peer = self._of_peer[connection.peer] >= self.max_of_peer
             waiting = (c for c in self._waiting if not of_peer or c.peer == connection.peer)
             if (longest := next(waiting, None)) is not None:
                 longest.close()
@@ -81,7 +81,7 @@ class ConnectionLimits:
 
     def _excess(self, peer: str) -> int:
         """How many connections there are above the limits; 0 if a new one would be the first."""
-        return max(len(self._open) - self.most, self._of_peer[peer] - self.most_of_peer)
+        return max(len(self._open) - self.max_connections, self._of_peer[peer] - self.max_of_peer)
 
 
 class HttpConnection(H11Protocol):

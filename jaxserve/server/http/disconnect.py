@@ -15,11 +15,11 @@ class ClientGoneError(Exception):
     """The client closed its connection; no response can be sent."""
 
 
-async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work` for a client whose request has been read; cancelled if the client
     disconnects. Raises what the work raises, or ClientGoneError."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hung_up(receive))
+    gone = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -31,6 +31,6 @@ async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _hung_up(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -75,7 +75,7 @@ def _answers(path: Path) -> bool:
 
 
 def address_of(listener: socket.socket, tls: bool) -> str:
-    """The address as a URL for people."""
+    """The address as a human-readable URL."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]

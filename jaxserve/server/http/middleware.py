@@ -115,7 +115,7 @@ class RequestLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         peer = scope["client"][0] if scope["client"] else ""
         limits, of_peer = self._limits, self._of_peer[peer]
-        full = self._of_peer.total() >= limits.most or of_peer >= limits.most_of_peer
+        full = self._of_peer.total() >= limits.max_connections or of_peer >= limits.max_of_peer
         if full and scope["path"] not in OPEN_PATHS:
             message = "too many requests are in progress; retry later."
             refusal = ErrorReply(503, message, "service_unavailable_error", None, "unavailable", 5)

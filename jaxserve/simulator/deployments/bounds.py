@@ -48,7 +48,7 @@ class LoadTokens:
         whole = prompts if prefill == sum(map(len, prompts)) else []
         # The n-th decode of a sequence sees its prompt and n tokens.
         seen = sum(len(p) * n + n * (n + 1) // 2 for p, n in zip(prompts, decodes))
-        seen //= 1 + config.num_speculative_tokens  # Where every draft is kept.
+        seen //= 1 + config.num_speculative_tokens  # Where every draft is accepted.
         if config.shared_prefix_attention == "enabled" and not whole:
             seen = 0  # Decodes may read what prompts have in common once.
         attention = StepPlan(
@@ -82,7 +82,7 @@ def least_seconds(
     )
     # Each dispatch takes its share of the sequences: the others are in the stages of the pipeline.
     rows = np.minimum(rows, cdiv(config.max_num_seqs, config.pipeline_parallel_size))
-    rows *= np.array([key.width for key in keys])  # Tokens, if every draft is kept.
+    rows *= np.array([key.width for key in keys])  # Tokens, if every draft is accepted.
     decodes, prefills = rows > 0, prefill > 0
     dearest = (seconds[decodes] / rows[decodes]).min()
     of_decode = np.linspace(0, dearest, _PRICES)

@@ -227,13 +227,13 @@ class CapacitySearch:
         """The requests at one rate, as the engine served them; None once too many of them have
         waited too long, or too many tokens, unless it is simulated `to_the_end`."""
         arrivals = self._load.at(step)
-        late = _Late(self._slo, arrivals, self._deployment.config)
+        monitor = _SloMonitor(self._slo, arrivals, self._deployment.config)
         simulation = self._deployment.simulation(
-            self._times, self._slo.deadlines, sinks=() if to_the_end else (late.fold,)
+            self._times, self._slo.deadlines, sinks=() if to_the_end else (monitor.fold,)
         )
-        for _ in simulation.serve(arrivals, stop=lambda: late.too_many):
+        for _ in simulation.serve(arrivals, stop=lambda: monitor.too_many):
             pass
-        if late.too_many:
+        if monitor.too_many:
             return None
         served = sorted(simulation.metrics.finished(), key=lambda each: int(each.request_id))
         # A request may arrive during a step, after which the engine takes it.
@@ -243,7 +243,7 @@ class CapacitySearch:
         ]
 
 
-class _Late:
+class _SloMonitor:
     """A sink of events that counts what was late for the SLO: requests, by their first steps and
     first tokens, and times between tokens.
 
@@ -259,12 +259,12 @@ class _Late:
         self._last_us: dict[int, int] = {}
         """The last tokens of the others."""
         allowed = [
-            [_Allowed(limit.limit, limit.may_miss(len(arrivals))) for limit in limits]
+            [_MissBudget(limit.limit, limit.may_miss(len(arrivals))) for limit in limits]
             for limits in (slo.queue_us, slo.first_token_us)
         ]
         self._queued, self._requests = allowed
         num_gaps = sum(num_decodes(arrivals, config))
-        self._gaps = [_Allowed(limit.limit, limit.may_miss(num_gaps)) for limit in slo.gaps_us]
+        self._gaps = [_MissBudget(limit.limit, limit.may_miss(num_gaps)) for limit in slo.gaps_us]
 
     def fold(self, record: Record) -> None:
         if type(record) is Arrived:
@@ -286,7 +286,7 @@ class _Late:
             self.too_many |= limit.left < 0
         last_us.update(dict.fromkeys(record.sequences, now_us))
 
-    def _waited(self, seq: int, now_us: int, limits: Iterable[_Allowed]) -> None:
+    def _waited(self, seq: int, now_us: int, limits: Iterable[_MissBudget]) -> None:
         """Of a sequence that got its first step or its first token now."""
         waited_us = now_us - self._arrived_us[seq]
         for limit in limits:
@@ -297,7 +297,7 @@ class _Late:
 
 
 @dataclasses.dataclass
-class _Allowed:
+class _MissBudget:
     """How many may still take longer than a limit; `late` are those that are counted once."""
 
     us: float

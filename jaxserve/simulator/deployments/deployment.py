@@ -16,7 +16,7 @@ from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.simulator.acceptance import DraftAcceptance
 from jaxserve.simulator.simulation import Arrival, LowerTier, Simulation
 from jaxserve.simulator.step_times import StepTimes
-from jaxserve.simulator.transfers import Link
+from jaxserve.simulator.transfer_worker import Link
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Placement(NamedTuple):
     both: EngineGoodput | None = None
 
     @property
-    def apart(self) -> bool:
+    def disaggregated(self) -> bool:
         return self.num_prefill > 0
 
 
@@ -104,5 +104,6 @@ def _best(found: Iterable[Placement], num_devices: int) -> Placement:
     if not fitting:
         raise ValueError(f"no engine fits {num_devices} devices")
     return min(
-        fitting, key=lambda placement: (-placement.goodput, placement.apart, placement.devices)
+        fitting,
+        key=lambda placement: (-placement.goodput, placement.disaggregated, placement.devices),
     )

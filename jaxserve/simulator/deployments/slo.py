@@ -36,12 +36,12 @@ class Limit:
         return f"{self.metric}_p{self.percent}"
 
     def shown(self, value: float) -> str:
-        """A value of this metric, for people."""
+        """A value of this metric, human-readable."""
         return f"{value:.3f}" if self.metric == "fluidity" else f"{value / 1000:,.1f} ms"
 
     @property
     def text(self) -> str:
-        """The limit, for people."""
+        """The limit, human-readable."""
         limit = self.limit
         return f"{self} {limit:g}" if self.metric == "fluidity" else f"{self} {limit / 1000:,g} ms"
 

@@ -241,7 +241,7 @@ class _Keys:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A number of things: `default` where it is absent, if that is not None."""
+        """A count: `default` where it is absent, if that is not None."""
         value = self[key] if default is None else self.get(key, default)
         if type(value) is not int or value < 1:
             raise WeightsError(

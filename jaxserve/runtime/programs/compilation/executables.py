@@ -108,7 +108,7 @@ class Compilation:
         """`on_done` is called with each finished program; `timed(name)` wraps each actual
         compilation. `one_at_a_time`: where compilers choose by what they measure on the device, as
         for GPUs, which another compilation would disturb. Programs are traced beside that."""
-        self._turn = threading.Lock() if one_at_a_time else nullcontext()
+        self._lock = threading.Lock() if one_at_a_time else nullcontext()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxserve-compile")
         self._cache, self._on_done, self._timed = cache, on_done, timed
         self._futures: list[Future[Program]] = [self._pool.submit(self._build, s) for s in specs]
@@ -123,7 +123,7 @@ class Compilation:
             compiled = cache.load_lowered(spec.name, lowered) if cache else None
             from_cache = compiled is not None
             if compiled is None:
-                with self._turn, self._timed(spec.name):
+                with self._lock, self._timed(spec.name):
                     compiled = lowered.compile()
                 if cache:
                     cache.store(spec.name, lowered, compiled)

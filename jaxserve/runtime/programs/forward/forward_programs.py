@@ -21,8 +21,8 @@ from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward import pipeline_step, step
+from jaxserve.runtime.programs.forward.dual_batch import in_halves
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.halves import in_halves
 from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
 from jaxserve.runtime.programs.shapes.arrays import placed, tree_bytes

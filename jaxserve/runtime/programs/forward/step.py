@@ -23,7 +23,7 @@ from jaxserve.models.family import Family, Params
 from jaxserve.models.mla import OfHeads
 from jaxserve.runtime.programs.forward import context_parallel, latent_chunks
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
-from jaxserve.runtime.programs.forward.halves import halves, rows_of_half
+from jaxserve.runtime.programs.forward.dual_batch import halves, rows_of_half
 from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
 from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.forward.tiles import batch_of_tile, num_real_tokens, scan_tiles

@@ -73,7 +73,7 @@ class StepLayout:
     """Slots of sequences; as many as `max_seqs`, which a step may have, unless others run beside
     it."""
     in_halves: bool = False
-    """Whether layers compute the tokens in two halves (halves.py)."""
+    """Whether layers compute the tokens in two halves (dual_batch.py)."""
 
     @property
     def page_size(self) -> int:

@@ -26,7 +26,7 @@ _CALIBRATIONS = 3
 _CALIBRATION_WAIT_US = 100_000
 
 
-class Paging(PageTransfers):
+class DevicePageTransfers(PageTransfers):
     """The page transfers of a runner, with the stores of its lower tiers."""
 
     def __init__(self, plan: EnginePlan, runner: Runner, log: EventLog) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxserve.core.events import DraftTree
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.in_flight import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.results import DispatchedStep, PackedStep, TokenLogprobs
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.sampling.speculation import Acceptance
 
@@ -53,7 +53,7 @@ class DeviceStep(DispatchedStep):
     token_ids: jax.Array | None
     """`width` tokens for each of `sampled`."""
     acceptance: Acceptance | None
-    """With speculation, how many of them are kept; without it the only one."""
+    """With speculation, how many of them are accepted; without it the only one."""
     logprobs: TokenLogprobs[jax.Array] | None
     prompt_logprobs: TokenLogprobs[jax.Array] | None
     chunk_sums: jax.Array | None
@@ -82,11 +82,11 @@ class DeviceStep(DispatchedStep):
         rows = token_ids.reshape(count, self.width).tolist()
         if self.acceptance is None:
             return rows
-        kept = np.asarray(self.acceptance.num_tokens).tolist()
-        return [row[:num_tokens] for row, num_tokens in zip(rows, kept)]
+        accepted = np.asarray(self.acceptance.num_tokens).tolist()
+        return [row[:num_tokens] for row, num_tokens in zip(rows, accepted)]
 
     def sampled_logprobs(self) -> TokenLogprobs[np.ndarray] | None:
-        """`logprobs` on the host, those of kept tokens in their order. Waits for them."""
+        """`logprobs` on the host, those of accepted tokens in their order. Waits for them."""
         if self.logprobs is None:
             return None
         order = self._order()
@@ -97,21 +97,21 @@ class DeviceStep(DispatchedStep):
         if self.acceptance is None or self.acceptance.drafts is None:
             return []
         token_ids, parents = map(np.asarray, self.acceptance.drafts)
-        kept, path = np.asarray(self.acceptance.num_tokens), self.acceptance.path
+        accepted, path = np.asarray(self.acceptance.num_tokens), self.acceptance.path
         nodes = np.arange(self.width)[None] if path is None else np.asarray(path)
         nodes = np.broadcast_to(nodes, (len(token_ids), nodes.shape[1]))
         return [
             DraftTree(
                 tuple(token_ids[row, : chunk.num_drafts].tolist()),
                 tuple(parents[row, : chunk.num_drafts].tolist()),
-                tuple(nodes[row, 1 : kept[row]].tolist()),
+                tuple(nodes[row, 1 : accepted[row]].tolist()),
             )
             for row, chunk in enumerate(self.sampled)
         ]
 
     def _order(self) -> np.ndarray:
         """Indices of the `width` tokens of each of `sampled`: of a tree those of the nodes that
-        were kept come first, in their order."""
+        were accepted come first, in their order."""
         count = len(self.sampled)
         order = np.arange(count * self.width).reshape(count, self.width)
         if self.acceptance is not None and self.acceptance.path is not None:

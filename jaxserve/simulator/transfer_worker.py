@@ -27,7 +27,7 @@ class Link:
         return round((self.latency_s + num_bytes / self.bytes_per_s) * 1e6)
 
 
-class SimulatedTransfers(TransferQueue):
+class SimulatedTransferWorker(TransferQueue):
     """Runs transfers on a virtual clock, one at a time in each queue."""
 
     def __init__(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.core.events import Collected, Dispatched, EventLog, Phase, Preempted, Transferred
-from jaxserve.metrics.trace import trace_events, write_trace
+from jaxserve.metrics.perfetto import trace_events, write_trace
 
 
 def check_format(events) -> None:
