@@ -59,8 +59,8 @@ class LiveWeights:
         if any(spec.format is not None for spec in jax.tree.leaves(shapes.specs)):
             raise WeightsError(
                 f"quantization is {plan.config.quantization!r}, and only weights that are not "
-                "packed can be replaced; load the engine without quantization, and from a "
-                "checkpoint that is not quantized."
+                "packed can be replaced; load the engine without quantization, and a quantized "
+                "checkpoint as `jaxserve convert` writes it."
             )
         stated = shapes.family.param_specs(plan.checkpoint.config)
         if isinstance(source, Mapping):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from published_families import PUBLISHED
 
+from jaxserve.cli import main
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.settings.config import EngineConfig
@@ -47,6 +48,27 @@ def planned(tmp_path, name, deployment):
         return plan_described(config, device, propose=False).memory
     except MemoryPlanError:
         return None
+
+
+IN_ORDER = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gpt-oss-120b", {}),
+        ("DeepSeek-V3", {}),
+        ("Llama-3.1-8B", {"quantization_config": IN_ORDER}),
+    ],
+)
+def test_the_placement_of_packed_weights_is_printed(tmp_path, capsys, name, fields):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PUBLISHED[name] | fields))
+    flags = ["--load-format", "dummy", "--device", "h200", "--tensor-parallel-size", "8"]
+    assert main(["plan", str(path), *flags, "--max-model-len", "4096"]) == 0
+    printed = capsys.readouterr().out
+    assert "values" in printed and "scales" in printed
+    assert ("order" in printed) == ("quantization_config" in fields)
 
 
 @pytest.mark.parametrize("name", FITTING)

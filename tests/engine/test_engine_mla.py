@@ -89,6 +89,18 @@ def test_wide_chunks_in_every_scheduler(model, scheduler):
             assert output.metrics.cached_tokens > 0
 
 
+def test_wide_chunks_beside_drafts(model):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with model.load(speculative_config=drafts, **WIDE) as llm:
+        arrivals = [
+            Arrival(model.prompts[place], GREEDY, step) for place, step in ((4, 0), (-1, 6))
+        ]
+        outputs = drive(llm.engine, arrivals)
+    for output in outputs:
+        model.check_greedy(output)
+    assert sum(output.metrics.num_draft_tokens for output in outputs) > 0
+
+
 @pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}])
 def test_products_of_a_prefill_program(tmp_path, settings):
     """Counted in programs of a published layer, of a query and a key in a head: 192 + 128 where

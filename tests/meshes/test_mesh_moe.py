@@ -24,8 +24,8 @@ pytestmark = pytest.mark.meshes
 MESHES = {
     "mixtral": ("TP2", {"sequence_parallel": True}),
     "qwen2_moe": ("TP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
-    "qwen3_moe": ("CP2", {"enable_expert_parallel": True, "program_scope": "layer"}),
-    "olmoe_normed": ("PP2", {}),
+    "qwen3_moe": ("TP2 CP2", {"enable_expert_parallel": True, "program_scope": "layer"}),
+    "olmoe_normed": ("TP2 PP2", {}),
     "deepseek_v2_groups": ("TP2 CP2", {"enable_expert_parallel": True}),
     "deepseek_v3": ("TP2 CP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
     "gpt_oss": ("TP2", {"enable_expert_parallel": True}),

@@ -266,7 +266,19 @@ def with_(last, make):
         (
             "gptq in activation order",
             with_("g_idx", lambda groups: groups + 1),
-            "g_idx has groups from 1 to 3; there are 3",
+            "g_idx has groups from 1 to 3; there are 3. Fetch",
+        ),
+        (
+            "awq",
+            with_(
+                "scales",
+                lambda scales: (
+                    np.where(np.arange(scales.size) == 5, np.nan, scales.ravel())
+                    .reshape(scales.shape)
+                    .astype(scales.dtype)
+                ),
+            ),
+            r"down_proj\.scales is not finite everywhere",
         ),
         (
             "gptq in activation order",
@@ -327,9 +339,21 @@ def test_groups_of_different_sizes(tmp_path):
     """Which activation order does not make."""
     change = with_("g_idx", lambda groups: np.where(np.arange(96) < 1, (groups + 1) % 3, groups))
     path = changed(tmp_path, "gptq in activation order", change)
-    message = r"g_idx has groups that are not all of 32 inputs"
+    message = r"g_idx has groups that are not all of 32 inputs; write .*`jaxserve convert`"
     with pytest.raises(WeightsError, match=message):
         load(path, "gptq")
+
+
+@pytest.mark.parametrize("method", [None, "gptq"])
+def test_an_order_that_was_never_set(tmp_path, method):
+    """compressed-tensors initializes it to -1, which means none."""
+    none = with_("g_idx", lambda groups: np.full_like(groups, -1))
+    in_a_row = with_("g_idx", lambda groups: (np.arange(96) // 32).astype(groups.dtype))
+    paths = (
+        changed(tmp_path / name, "gptq", change) for name, change in (("a", none), ("b", in_a_row))
+    )
+    found, expected = (load(path, method) for path in paths)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_an_ignored_module_that_is_quantized(tmp_path):

@@ -243,8 +243,8 @@ def placement_table(shapes: ProgramShapes) -> str:
             return NamedArray(spec.shape, spec.dtype or shapes.dtype, spec.axes)
         planes = spec.abstract(shapes.dtype)
         return {
-            name: NamedArray(plane.shape, plane.dtype, spec.plane_axes(plane.shape[-1]))
-            for name in ("values", "scales", "minima")
+            name: NamedArray(plane.shape, plane.dtype, spec.plane_axes(plane.shape))
+            for name in ("values", "scales", "minima", "order")
             if (plane := getattr(planes, name)) is not None
         }
 

@@ -163,7 +163,8 @@ class QuantizedTensors:
             values = self._values(weight, rows, inputs)
         if weight.order is not None and (groups != np.repeat(groups[::size], size)).any():
             raise WeightsError(
-                f"{weight.order} has groups that are not all of {size} inputs"
+                f"{weight.order} has groups that are not all of {size} inputs; write the model "
+                "without quantization by `jaxserve convert`, and load that."
                 if format.ordered
                 else f"{weight.order} has groups whose inputs are not in a row, and config.json "
                 "says that they are (desc_act, actorder); correct it."
@@ -206,9 +207,12 @@ class QuantizedTensors:
     def _groups_of(self, name: str) -> np.ndarray:
         """The group of each input of a weight."""
         weight = self._weight(name)
+        in_a_row = np.arange(weight.shape[1]) // (weight.scheme.group or weight.shape[1])
         if weight.order is None:
-            return np.arange(weight.shape[1]) // (weight.scheme.group or weight.shape[1])
+            return in_a_row
         groups = self.tensors[weight.order][:]
+        if (groups == -1).all():  # As compressed-tensors initializes it: not reordered.
+            return in_a_row
         self._check_order(weight, groups)
         return groups
 
@@ -229,8 +233,10 @@ class QuantizedTensors:
             blocks = np.arange(rows.start, rows.stop) // scheme.rows
             top = int(blocks[0])
             scales = stored[top : int(blocks[-1]) + 1, first:last][blocks - top]
-        zeros = self._zeros(weight, rows, slice(first, last))
-        return _Grid(np.asarray(scales, np.float32), zeros, groups)
+        scales = np.asarray(scales, np.float32)
+        if not np.isfinite(scales).all():
+            raise WeightsError(f"{weight.scales} is not finite everywhere; fetch the file again.")
+        return _Grid(scales, self._zeros(weight, rows, slice(first, last)), groups)
 
     def _zeros(self, weight: _Weight, rows: slice, groups: slice) -> np.ndarray | int:
         """Zero points [rows, groups], or that of all."""
@@ -259,7 +265,7 @@ class QuantizedTensors:
         if groups.size and not 0 <= groups.min() <= groups.max() < count:
             raise WeightsError(
                 f"{weight.order} has groups from {groups.min()} to {groups.max()}; there are "
-                f"{count}."
+                f"{count}. Fetch the file again."
             )
 
     def _dtype(self, name: str) -> str:
