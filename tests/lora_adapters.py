@@ -30,11 +30,12 @@ def write_adapter(
 ) -> Path:
     """A random adapter that changes what the model says. `options` are other fields of its
     `adapter_config.json`."""
-    rng, tensors = np.random.default_rng(seed), {}
+    rng, tensors, all_rank = np.random.default_rng(seed), {}, rank
     for name, weight in _weights(model.path).items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in targets:
             outputs, inputs = weight.shape
+            rank = of_module(options.get("rank_pattern", {}), module, all_rank)
             a = rng.normal(size=(rank, inputs)) / math.sqrt(inputs)
             b = rng.normal(size=(outputs, rank)) / math.sqrt(rank) * weight.std() * 4
             tensors[f"base_model.model.{module}.lora_A.weight"] = a.astype(np.float32)
@@ -49,7 +50,7 @@ def write_adapter(
         "lora_dropout": 0.05,
         "modules_to_save": None,
         "peft_type": "LORA",
-        "r": rank,
+        "r": all_rank,
         "rank_pattern": {},
         "target_modules": list(targets),
         "task_type": "CAUSAL_LM",
@@ -57,6 +58,12 @@ def write_adapter(
         "use_rslora": False,
     }
     return write_peft(directory, config | options, tensors)
+
+
+def of_module(pattern: dict[str, float], module: str, otherwise: float) -> float:
+    """PEFT's rule: the first name that the module's ends with, at a dot."""
+    ends = (value for name, value in pattern.items() if f".{module}".endswith(f".{name}"))
+    return next(ends, otherwise)
 
 
 def write_peft(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
@@ -70,13 +77,15 @@ def write_peft(directory: Path, config: dict[str, Any], tensors: dict[str, np.nd
 def merged(model: TinyModel, adapter: Path, directory: Path) -> TinyModel:
     """The model with W + scale * B A in the place of every W that the adapter changes."""
     config = json.loads((adapter / "adapter_config.json").read_text())
-    rank = config["r"]
-    scale = config["lora_alpha"] / (math.sqrt(rank) if config["use_rslora"] else rank)
     factors = load_file(adapter / "adapter_model.safetensors")
     weights = _weights(model.path)
     for name in weights:
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{module}.lora_A.weight" in factors:
+            of = name.removesuffix(".weight")
+            rank = of_module(config.get("rank_pattern", {}), of, config["r"])
+            alpha = of_module(config.get("alpha_pattern", {}), of, config["lora_alpha"])
+            scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
             a, b = (factors[f"{module}.lora_{half}.weight"] for half in "AB")
             weights[name] = (weights[name] + scale * b.astype(float) @ a).astype(np.float32)
     raw = json.loads((model.path / "config.json").read_text())

@@ -91,7 +91,11 @@ def read(llama, path, dtype=FLOAT):
         ({"bias": "all"}, "bias 'all'"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "has r 2, and .*q_proj"),
+        ({"rank_pattern": {"q_proj": 9}}, "max_lora_rank of 9 or more"),
+        ({"rank_pattern": {".*q_proj": 2}}, "rank_pattern .* without regular expressions"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern \['q_proj'\]; it must be an object"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "lora_alpha '8'"),
         ({"init_lora_weights": "pissa"}, "pissa"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"r": 0}, "r 0"),
@@ -108,6 +112,20 @@ def test_options_that_are_not_implemented_are_refused_by_name(
     tensors = load_file(adapter / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=words):
         read(llama, write_peft(tmp_path / "changed", config, tensors))
+
+
+def test_modules_with_ranks_and_alphas_of_their_own(llama, tmp_path):
+    path = write_adapter(
+        tmp_path / "own",
+        llama,
+        rank_pattern={"layers.0.self_attn.q_proj": 2, "q_proj": 3, "down_proj": 6},
+        alpha_pattern={"down_proj": 3.0, "model.layers.1.mlp.up_proj": 20},
+    )
+    wanted = merged(llama, path, tmp_path / "merged").logits(TOKENS)
+    params = with_adapters(llama, [path], np.full(len(TOKENS), 1, np.int32))
+    logits = oracle.dense_logits(llama.family, params, llama.config, TOKENS)
+    np.testing.assert_allclose(logits, wanted, rtol=2e-3, atol=2e-3)
+    assert np.abs(logits - llama.logits(TOKENS)).max() > 0.1
 
 
 def test_numbers_that_are_not_finite_are_refused(llama, adapter, tmp_path):

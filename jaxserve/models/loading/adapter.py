@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ _PREFIX = "base_model.model."
 _BESIDE_VISION = "language_model."
 _MAX_ALPHA = 1e30
 _ABSENT = (
-    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
-    *("alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters"),
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save"),
+    *("layer_replication", "trainable_token_indices", "target_parameters"),
     *("use_qalora", "alora_invocation_tokens", "arrow_config", "use_bdlora"),
 )
 """Options that change what an adapter computes and are not implemented; PEFT writes null, false or
 an empty collection where they are not used."""
+_PATTERNS = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+"""What all modules have, and what some of them have instead."""
+_LITERALS = re.compile(r"(\w[\w.]*(,\w[\w.]*)*)?")
 _SOME_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Options with which an adapter changes some of the layers that have its targets."""
 _INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -42,10 +46,11 @@ _INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """An adapter on the host: its tensors [rank, in] and [out, rank] by their names beside the
-    model's own, and the factor of its products. `digest` is of its contents."""
+    model's own, and the factors of its products by the names of the second ones. `digest` is of
+    its contents."""
 
     tensors: Mapping[str, np.ndarray] = dataclasses.field(repr=False)
-    scale: float
+    scales: Mapping[str, float] = dataclasses.field(repr=False)
     digest: str
 
     def placed(self, specs: list[Any], shardings: list[Any], dtype: np.dtype) -> Iterator[Any]:
@@ -77,7 +82,9 @@ class Adapter:
             else:
                 outputs = spec.shape[:-2]
                 rows = tensor[part.first : part.first + math.prod(outputs)].astype(np.float32)
-                whole[..., 0, : rows.shape[1]] = (rows * self.scale).reshape(*outputs, -1)
+                whole[..., 0, : rows.shape[1]] = (rows * self.scales[part.tensor]).reshape(
+                    *outputs, -1
+                )
         return whole
 
 
@@ -101,12 +108,11 @@ def _read_adapter(path: Path, specs: Params, max_rank: int, dtype: np.dtype) -> 
         raise AdapterError(f"there is no directory {str(path)!r}; give one that PEFT wrote.")
     config = read_json(path / CONFIG)
     _check_options(path, config)
-    rank, scale = _rank(path, config), _scale(path, config)
-    if rank > max_rank:
-        raise AdapterError(
-            f"{path} has r {shown(rank)}, and max_lora_rank is {max_rank}; load the engine with "
-            f"max_lora_rank of {shown(rank)} or more."
-        )
+    ranks, alphas = (_by_module(path, config, *names) for names in _PATTERNS)
+    for rank in ranks.values():
+        _check_rank(path, rank, max_rank)
+    for alpha in alphas.values():
+        _check_alpha(path, alpha)
     file = path / WEIGHTS
     if not file.exists() and (path / _PICKLE).exists():
         raise AdapterError(
@@ -117,7 +123,7 @@ def _read_adapter(path: Path, specs: Params, max_rank: int, dtype: np.dtype) -> 
     found = {_own_name(name): part for name, part in slices_of(file).items()}
     modules = {name.replace(_BESIDE_VISION, ""): name for name in modules_of(specs)}
     sizes = modules_of(specs)
-    tensors = {}
+    tensors, scales = {}, {}
     for name, part in found.items():
         module, ending = _split(name)
         if module not in modules:
@@ -128,20 +134,24 @@ def _read_adapter(path: Path, specs: Params, max_rank: int, dtype: np.dtype) -> 
                 f"here; those of a layer are {', '.join(_short(modules))}."
             )
         outputs, inputs = sizes[modules[module]]
+        rank, alpha = _of(ranks, module), _of(alphas, module)
         wanted = (rank, inputs) if ending == A else (outputs, rank)
         if (shape := tuple(part.get_shape())) != wanted:
-            raise _misfit(path, config, name, shape, wanted)
+            raise _misfit(path, config, rank, name, shape, wanted)
         if module + (B if ending == A else A) not in found:
             raise AdapterError(f"{path} has {name[:200]} without its other half; save it again.")
         tensors[modules[module] + ending] = part
+        # alpha / r, or alpha / sqrt(r) with rsLoRA (2312.03732).
+        divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+        scales[modules[module] + B] = alpha / divisor
     _check_targets(path, config, {_split(name)[0] for name in found}, modules)
-    digest = hashlib.blake2b(json.dumps(scale).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps(scales, sort_keys=True).encode(), digest_size=16)
     read = {}
     for name, part in sorted(tensors.items()):
         read[name] = part[:]
-        _check_finite(path, name, read[name], abs(scale) if name.endswith(B) else 1.0, dtype)
+        _check_finite(path, name, read[name], abs(scales.get(name, 1.0)), dtype)
         digest.update(name.encode() + np.ascontiguousarray(read[name]).tobytes())
-    return Adapter(read, scale, digest.hexdigest())
+    return Adapter(read, scales, digest.hexdigest())
 
 
 def _check_options(path: Path, config: Mapping[str, Any]) -> None:
@@ -163,21 +173,39 @@ def _check_options(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _rank(path: Path, config: Mapping[str, Any]) -> int:
-    rank = config.get("r")
+def _by_module(path: Path, config: Mapping[str, Any], whole: str, some: str) -> dict[str, Any]:
+    """What the config says of all modules, by "", and of some, by the ends of their names."""
+    pattern = config.get(some) or {}
+    if not isinstance(pattern, dict) or not _LITERALS.fullmatch(",".join(pattern)):
+        raise AdapterError(
+            f"{path} has {some} {shown(pattern)}; it must be an object whose names are those of "
+            "modules, or the ends of these, without regular expressions."
+        )
+    return {"": config.get(whole), **pattern}
+
+
+def _of(values: Mapping[str, Any], module: str) -> Any:
+    """The first entry that means a module, as in PEFT."""
+    return next(
+        (each for name, each in values.items() if name and _names(name, module)), values[""]
+    )
+
+
+def _check_rank(path: Path, rank: Any, max_rank: int) -> None:
     if type(rank) is not int or rank < 1:
         raise AdapterError(f"{path} has r {shown(rank)}; it must be an integer of 1 or more.")
-    return rank
+    if rank > max_rank:
+        raise AdapterError(
+            f"{path} has r {shown(rank)}, and max_lora_rank is {max_rank}; load the engine with "
+            f"max_lora_rank of {shown(rank)} or more."
+        )
 
 
-def _scale(path: Path, config: Mapping[str, Any]) -> float:
-    """The factor of B A: alpha / r, or alpha / sqrt(r) with rsLoRA (2312.03732)."""
-    alpha, rank = config.get("lora_alpha"), config["r"]
+def _check_alpha(path: Path, alpha: Any) -> None:
     if type(alpha) not in (int, float) or not abs(alpha) <= _MAX_ALPHA:
         raise AdapterError(
             f"{path} has lora_alpha {shown(alpha)}; it must be a number of at most {_MAX_ALPHA:g}."
         )
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _check_targets(
@@ -208,14 +236,19 @@ def _names(target: str, module: str) -> bool:
 
 
 def _misfit(
-    path: Path, config: Mapping[str, Any], name: str, shape: Sequence[int], wanted: Sequence[int]
+    path: Path,
+    config: Mapping[str, Any],
+    rank: int,
+    name: str,
+    shape: Sequence[int],
+    wanted: Sequence[int],
 ) -> AdapterError:
     """The error for a tensor of another shape: its rank is not that of the config, or its other
     dimension not that of the model."""
     side = 1 if name.endswith(A) else 0
     if len(shape) == 2 and shape[side] == wanted[side]:
         return AdapterError(
-            f"{path} has r {shown(config['r'])}, and {name[:200]} has shape {list(shape)}; save "
+            f"{path} has r {shown(rank)}, and {name[:200]} has shape {list(shape)}; save "
             "the adapter again."
         )
     what = f"has {name[:200]} of shape {list(shape)}, and here it must be {list(wanted)}"
