@@ -120,6 +120,23 @@ def test_bytes_of_each_device(tmp_path, name, deployment, count, kv_heads):
     assert memory.kv_bytes == memory.num_pages * memory.page_bytes
 
 
+def test_bytes_of_gpt_oss_on_each_of_eight_devices(tmp_path):
+    """Its experts packed: a byte for a value, and scales of two bytes for 32 inputs, or for 8 where
+    the 2,880 inputs are divided."""
+    raw, ranks = PUBLISHED["gpt-oss-120b"], 8
+    hidden, dim, experts = raw["hidden_size"], raw["head_dim"], raw["num_local_experts"]
+    heads, kv_heads = raw["num_attention_heads"] // ranks, raw["num_key_value_heads"] // ranks
+    inner, qkv = raw["intermediate_size"] // ranks, (heads + 2 * kv_heads) * dim
+    attention = BF16 * (qkv * hidden + qkv + heads * dim * hidden + hidden + heads)
+    router = BF16 * (experts * hidden + experts)
+    gate_up = experts * 2 * inner * (hidden + BF16 * hidden // 32 + BF16)
+    down = experts * hidden * (inner + BF16 * inner // 8 + BF16)
+    of_layer = attention + router + gate_up + down + BF16 * 2 * hidden
+    outside = BF16 * (2 * raw["vocab_size"] // ranks * hidden + hidden)
+    memory = planned(tmp_path, "gpt-oss-120b", "eight H200")
+    assert memory.weights_bytes == outside + raw["num_hidden_layers"] * of_layer
+
+
 def test_parameters_of_published_llamas():
     """Meta's numbers of parameters."""
     assert of_llama(PUBLISHED["Llama-3.1-8B"], 1) == 8_030_261_248

@@ -81,6 +81,21 @@ def test_a_quantized_checkpoint_as_it_is(tmp_path, caplog, name):
     assert "dequantized" not in caplog.text
 
 
+SKIPPING = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize("settings", [{"weights_on": "host"}, {"speculative_config": SKIPPING}])
+def test_activation_order_of_streamed_and_of_drafting_layers(tmp_path, settings):
+    """The latter after their memory was given back and taken again."""
+    model = write_quantized(tmp_path, "gptq in activation order")
+    with model.load(**settings) as llm:
+        if "weights_on" not in settings:
+            llm.sleep(level=2)
+            llm.wake_up()
+        for output in drive(llm.engine, [Arrival(prompt, GREEDY) for prompt in model.prompts[-2:]]):
+            model.check_greedy(output)
+
+
 def test_values_that_no_format_has(tmp_path, caplog):
     """Those whose inputs are not whole groups are dequantized, and the log says so."""
     model = write_quantized(tmp_path, "awq", intermediate_size=80)
