@@ -104,6 +104,10 @@ def check_shared(mesh: str, directory: Path) -> None:
             assert (part.reads == (2 if divided else 1)).all(), name
 
 
+OF_PYTHON = 1 << 19
+"""Bytes of objects that are no arrays, of other threads too: a fiftieth of the parameters."""
+
+
 def test_memory_beside_the_parameters(tmp_path):
     on_mesh("TP2", check_memory, tmp_path)
 
@@ -133,7 +137,8 @@ def check_memory(mesh: str, directory: Path) -> None:
         parameters = [spec.abstract(FLOAT) for spec in jax.tree.leaves(shapes.specs)]
         sizes = [sum(map(num_bytes, jax.tree.leaves(planes))) for planes in parameters]
         assert sum(array.nbytes for array in kept) >= sum(sizes)
-        assert sum(sizes) < peak <= sum(sizes) + max(sizes), (name, peak, sizes)
+        most = sum(sizes) + max(sizes) + OF_PYTHON
+        assert sum(sizes) < peak <= most, (name, peak, sizes)
 
 
 def keep_slices(patch: pytest.MonkeyPatch) -> list[np.ndarray]:
