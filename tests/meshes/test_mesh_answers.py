@@ -47,12 +47,11 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
     [
         ("TP2", "draft_model"),
         ("CP2", "layer_skip"),
-        ("TP2", "medusa"),
         ("TP2 CP2", "lookahead"),
         ("TP2", "eagle tree"),
         ("TP2 CP2", "eagle3"),
         ("TP2 PP2", "ngram"),
-        ("PP2", "medusa"),
+        ("TP2 PP2", "medusa"),
     ],
 )
 def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):

@@ -63,7 +63,7 @@ SCHEMAS = [
     {"oneOf": [an_object(kind={"const": "a"}, a=NAME), an_object(kind={"const": "b"}, b=COUNT)]},
     {"allOf": [{"type": "object", "required": ["a"]}, an_object(a=COUNT, b=NAME)]},
 ]
-GENERATIONS = 80
+GENERATIONS = 48
 LONGEST = 900
 """Tokens: more than any of these schemas can need, whitespace and all."""
 
