@@ -188,6 +188,11 @@ def test_template_variables_that_are_parameters_are_refused_by_name(chatty):
             call(MESSAGES, chat_template_kwargs={"tools": []})
 
 
+def test_one_host_has_none_to_follow(llm):
+    with pytest.raises(ConfigError, match="there is one host alone"):
+        llm.engine.follow()
+
+
 def test_times_of_a_request_are_in_order(llama, llm):
     times = generate(llm, llama.prompts[9], GREEDY).metrics
     assert times.arrival_us <= times.first_token_us <= times.finish_us

@@ -1,5 +1,5 @@
-"""What loading for a mesh reads and holds, counted: every byte of the weights once, and besides the
-devices' own parts less than one parameter."""
+"""Loading for a mesh: each byte of the weights is read once, and the peak of host memory is the
+devices' shards and one parameter."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _ABSENT = (
 an empty collection where they are not used."""
 _PATTERNS = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
 """What all modules have, and what some of them have instead."""
-_LITERALS = re.compile(r"(\w[\w.]*(,\w[\w.]*)*)?")
+_MODULE = re.compile(r"\w[\w.]*")
 _SOME_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules")
 """Options with which an adapter changes some of the layers that have its targets."""
 _INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -176,7 +176,7 @@ def _check_options(path: Path, config: Mapping[str, Any]) -> None:
 def _by_module(path: Path, config: Mapping[str, Any], whole: str, some: str) -> dict[str, Any]:
     """What the config says of all modules, by "", and of some, by the ends of their names."""
     pattern = config.get(some) or {}
-    if not isinstance(pattern, dict) or not _LITERALS.fullmatch(",".join(pattern)):
+    if not isinstance(pattern, dict) or not all(map(_MODULE.fullmatch, pattern)):
         raise AdapterError(
             f"{path} has {some} {shown(pattern)}; it must be an object whose names are those of "
             "modules, or the ends of these, without regular expressions."

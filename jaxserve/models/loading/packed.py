@@ -20,7 +20,7 @@ def assemble_packed(
 ) -> QuantizedWeight:
     """The slice of a packed parameter whose format the source has: its outputs `rows`, a slice for
     each dimension, and whole groups of its inputs, in the order of its columns. Planes are [*rows,
-    columns], an order [*orders, columns]. Besides these no more than some rows are in memory.
+    columns], an order [*orders, columns]. Beside the planes only a few rows are in memory.
 
     Raises WeightsError for layers with one input in different orders.
     """
