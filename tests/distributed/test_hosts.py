@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from exhaustive import combination
 from tiny_engines import CONTEXT, TinyModel
 
 pytestmark = pytest.mark.meshes
@@ -106,7 +107,7 @@ def answers(stdout):
 @pytest.mark.parametrize(
     "roles, settings",
     [
-        (("leads", "follows"), {"tensor_parallel_size": 2}),
+        combination(("leads", "follows"), {"tensor_parallel_size": 2}),
         (
             ("leads", "does the same", "is slow", "follows"),
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
@@ -132,7 +133,7 @@ def test_the_tokens_of_one_process(llama, roles, settings):
     [
         (1, 2, signal.SIGKILL),
         (0, 4, signal.SIGKILL),
-        (3, 4, signal.SIGKILL),
+        combination(3, 4, signal.SIGKILL),
         (1, 2, signal.SIGSTOP),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import family_members
 import jax
 import pytest
+from exhaustive import combinations_of
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from published_configs import DEEPSEEK_V3
 from quantized_checkpoints import write
@@ -74,7 +75,7 @@ WIDE = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 64}
 """Chunks of enough tokens to attend to each other by keys and values of heads."""
 
 
-@pytest.mark.parametrize("scheduler", POLICIES)
+@pytest.mark.parametrize("scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse"))
 def test_wide_chunks_in_every_scheduler(model, scheduler):
     """Of one prompt the second chunk, of two prompts in a step, and after a hit."""
     assert model.config.mla.uncompressed_from <= 64

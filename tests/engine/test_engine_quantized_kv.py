@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from exhaustive import combinations_of
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from tiny_engines import LONGEST, NUM_PAGES, PAGE_SIZE, Arrival, TinyModel, drive, generate
 
@@ -47,7 +48,9 @@ def check(model, engine: Engine, between=lambda: None):
         model.check_greedy(output)
 
 
-@pytest.mark.parametrize("scheduler", POLICIES)
+@pytest.mark.parametrize(
+    "scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse", "medha")
+)
 def test_every_scheduler_and_a_preemption_after_every_step(llama, scheduler):
     """Chunks, hits, pages that leave for the host and come back; fp8 under one of the
     schedulers."""

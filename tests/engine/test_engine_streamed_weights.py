@@ -8,6 +8,7 @@ import re
 
 import jax
 import pytest
+from exhaustive import combination, combinations_of
 from lora_adapters import merged, write_adapter
 from tiny_checkpoints import CONFIG
 from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate, preemptions
@@ -56,7 +57,7 @@ def arrivals(model, every=1):
 # The same tokens
 
 
-@pytest.mark.parametrize("scheduler", POLICIES)
+@pytest.mark.parametrize("scheduler", combinations_of(POLICIES, "static", "orca", "vllm"))
 def test_every_scheduler(deep, llm_for, scheduler):
     engine = llm_for(scheduler).engine
     before = preemptions(engine)
@@ -67,7 +68,7 @@ def test_every_scheduler(deep, llm_for, scheduler):
 
 @pytest.mark.parametrize(
     ("tier", "staying", "streamed"),
-    [("host", 2, (0, 1, 3)), ("disk", 1, (0, 1, 2, 3)), ("disk", 3, ())],
+    [combination("host", 2, (0, 1, 3)), ("disk", 1, (0, 1, 2, 3)), ("disk", 3, ())],
 )
 def test_every_tier_and_budget(deep, llm_for, tier, staying, streamed):
     """Twice, the second time with prefix hits."""
