@@ -30,7 +30,7 @@ from jaxserve.runtime.programs.sampling_programs import SampleGeneral, SampleGre
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 MODEL = "Llama-3.1-8B"
-DEPTHS = (2, 3)
+DEPTHS = (3, 4)
 BATCHES = (1, 8, 64)
 CONTEXT = 2048
 """Tokens that each sequence sees, and the longest that the engine takes: all that there is room for
@@ -49,11 +49,12 @@ class Step:
     def shapes(self) -> ProgramShapes:
         raw = MODELS[self.model] | {"num_hidden_layers": self.layers}
         family = get_family(raw["architectures"][0])
+        most = max(2, self.batch)  # A single sequence may have the program of two.
         config = EngineConfig(
             model=self.model,
             max_model_len=CONTEXT,
-            max_num_seqs=self.batch,
-            max_num_batched_tokens=2048 + self.batch,
+            max_num_seqs=most,
+            max_num_batched_tokens=2048 + most,
         )
         model = family.config_from_hf(raw)
         (device,) = described("H200:1")
@@ -62,10 +63,14 @@ class Step:
         pages = self.batch * -(-config.max_model_len // config.page_size) + 1
         return ProgramShapes(config, model, family, specs, num_pages=pages, device=device)
 
+    @property
+    def key(self) -> ProgramKey:
+        return self.shapes.buckets.pick(self.batch, 0)
+
     @functools.cached_property
     def forward(self) -> list[Kernel]:
         """Kernels of the model's program, in order."""
-        return self._kernels(Forward(self.shapes), ProgramKey(self.batch, 0))
+        return self._kernels(Forward(self.shapes), self.key)
 
     def sampler(self, kind: type[SampleGreedy] | type[SampleGeneral]) -> list[Kernel]:
         """Kernels of a sampler's program for so many sequences."""
@@ -76,7 +81,7 @@ class Step:
     @property
     def uploads(self) -> int:
         """Arrays that the host sends to the device for a step that samples greedily."""
-        forward = Forward(self.shapes).uploads(ProgramKey(self.batch, 0))
+        forward = Forward(self.shapes).uploads(self.key)
         _hidden, *slots = SampleGreedy(self.shapes).uploads(self.batch)
         return len(jax.tree.leaves((forward, slots)))
 

@@ -45,6 +45,10 @@ from sharding_rules import (
 
 DECODE_LAYERS = 6
 """Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
+LEAST_ROWS = {"gpu": 2}
+"""Decode rows of the smallest program, by platform. Compiled for an H200, a single row of
+Llama-3.1-8B takes 18 kernels a layer and two rows take 14: XLA drops a dimension of size one, and
+no longer fuses norms, nor rotations with writes of keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +139,7 @@ class ProgramShapes:
             pipelined=self.stages > 1,
             seq=self.seq,
             tiled=self.config.batch_invariant,
+            least_rows=LEAST_ROWS.get(self.device.platform, 1),
             draft_lengths=self.config.draft_lengths,
         )
         page_size, contexts = self.config.page_size, {}
