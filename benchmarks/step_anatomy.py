@@ -119,6 +119,9 @@ class Anatomy:
     layer_kernels: int
     step_kernels: int
     sampling_kernels: int
+    """Of the program for the most likely tokens, which `step_kernels` includes."""
+    general_kernels: int
+    """Of the program for all other sampling."""
     moved_bytes: int
     floor_bytes: int
     pool_copies: int
@@ -130,7 +133,7 @@ class Anatomy:
     def of(cls, batch: int) -> Anatomy:
         shallow, deep = (Step(batch, layers) for layers in DEPTHS)
         whole = Step(batch, MODELS[MODEL]["num_hidden_layers"])
-        greedy = deep.sampler(SampleGreedy)
+        greedy, general = deep.sampler(SampleGreedy), deep.sampler(SampleGeneral)
 
         def total(count) -> int:
             """Of the whole depth, when layers are alike."""
@@ -147,11 +150,12 @@ class Anatomy:
             (len(deep.forward) - len(shallow.forward)) // (deep.layers - shallow.layers),
             total(len) + len(greedy),
             len(greedy),
+            len(general),
             total(moved) + moved(greedy) + whole.kv_bytes,
             whole.floor_bytes,
             sum(kernel.copies_pool for kernel in every),
             sum(kernel.transposes for kernel in every),
-            sum(kernel.loops for kernel in every),
+            sum(kernel.loops for kernel in [*every, *general]),
             deep.uploads,
         )
 
@@ -164,7 +168,8 @@ def main() -> None:
     if arguments.list:
         for batch in arguments.batch:
             step = Step(batch, DEPTHS[0])
-            some = {"forward": step.forward, "greedy": step.sampler(SampleGreedy)}
+            some = {kind.title: step.sampler(kind) for kind in (SampleGreedy, SampleGeneral)}
+            some = {"forward": step.forward} | some
             rows = [
                 (title, kernel.kind, kernel.name, kernel.moved_bytes, kernel.source)
                 for title, kernels in some.items()
@@ -177,7 +182,8 @@ def main() -> None:
         found = Anatomy.of(batch)
         rows.append(
             (
-                *(batch, found.layer_kernels, found.step_kernels, found.sampling_kernels),
+                *(batch, found.layer_kernels, found.step_kernels),
+                *(found.sampling_kernels, found.general_kernels),
                 *(found.moved_bytes / 1e9, found.floor_bytes / 1e9),
                 found.moved_bytes / found.floor_bytes,
                 *(found.pool_copies, found.transposes, found.loops, found.uploads),
@@ -186,7 +192,7 @@ def main() -> None:
     print_table(
         f"A decode step of {MODEL} on an H200, {CONTEXT} tokens of context",
         (
-            *("batch", "kernels a layer", "a step", "to sample"),
+            *("batch", "kernels a layer", "a step", "greedy", "general"),
             *("GB moved", "floor", "moved / floor"),
             *("pool copies", "transposes", "loops", "uploads"),
         ),
