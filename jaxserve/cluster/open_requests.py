@@ -12,13 +12,14 @@ from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from jaxserve.cluster.policies.copies import CopyCounts
 from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
-from jaxserve.cluster.policies.pulls import MAX_PULLS, plan_pull
-from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
+from jaxserve.cluster.policies.pulls import Pulls, plan_pull
+from jaxserve.cluster.prefix_pull import PrefixPull
 from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica, Submission
 from jaxserve.cluster.routed_request import RoutedRequest
-from jaxserve.cluster.staged_copy import COPY_S, CopyCounts, StagedCopy
+from jaxserve.cluster.staged_copy import COPY_S, StagedCopy
 from jaxserve.cluster.tasks import Tasks
 from jaxserve.core.errors import (
     EngineClosedError,
@@ -254,7 +255,7 @@ class OpenRequests:
         if not self.shares_prefixes or request.routed.added.lora_request is not None:
             return None  # A prefix of an adapter is of the digest that the engine gives it.
         pull = plan_pull([replica.load for replica in self._replicas], place, request.routed.demand)
-        if pull is None or self._replicas[pull.source].num_pulled >= MAX_PULLS:
+        if pull is None:
             return None
         return PrefixPull(
             self._replicas[pull.source], self._replicas[place], pull, self.page_size, self._pulls
