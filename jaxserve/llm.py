@@ -383,17 +383,14 @@ class LLM:
         Raises AdapterError when it does not fit, RequestError without `enable_lora` or when another
         adapter has its name, OverloadedError when no slot is free and none can be freed.
         """
-        with self._lock, interrupts_held():
-            if load_inplace:
-                self.engine.adapters.replace(lora_request)
-            else:
-                self.engine.adapters.add(lora_request)
+        with self._lock:
+            self.engine.load_adapter(lora_request, load_inplace)
 
     def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter, whose slot is free once the requests that use it have finished.
         Raises RequestError when there is no such adapter."""
         with self._lock:
-            self.engine.adapters.remove(name)
+            self.engine.unload_adapter(name)
 
     def list_loras(self) -> list[str]:
         """Names of the LoRA adapters that are loaded."""

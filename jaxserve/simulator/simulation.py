@@ -15,6 +15,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
+from jaxserve.engine.commands import Resume
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.prompts import TokenizedPrompt
@@ -244,7 +245,7 @@ class Simulation:
         )
         state.apply(resumed, None, self.clock.now(), self._max_model_len, self.core.kv)
         try:
-            self.core.accept(resumed)
+            self.core.apply(Resume(resumed))
         except BaseException:
             self.unstage(table)
             raise

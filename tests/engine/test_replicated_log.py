@@ -13,7 +13,7 @@ from jaxserve.core.requests.commands import Abort, AddRequest, ResetPrefixCache,
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.engine.replicated_log import ReplicatedLog
+from jaxserve.engine.replication.log import ReplicatedLog
 
 
 @dataclasses.dataclass
