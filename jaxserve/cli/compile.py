@@ -33,7 +33,7 @@ class Compile(Common):
             configs.append(dataclasses.replace(self.engine, max_num_seqs=1))
         for config in configs:
             begin = time.monotonic()
-            decided = engine_plan.plan(config)
+            decided = engine_plan.plan_engine(config)
             with TerminalProgress() as progress:
                 programs = compile_programs(decided, progress).result()
             decided.with_programs(programs)

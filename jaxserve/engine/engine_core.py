@@ -34,7 +34,7 @@ from jaxserve.engine.commands import (
     UseWeights,
     WakeUp,
 )
-from jaxserve.engine.executor import Adapters, Executor, StepObserver, Transfers
+from jaxserve.engine.executor import AdapterLoader, Executor, StepObserver, Transfers
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
@@ -74,7 +74,7 @@ class EngineCore:
         input_processor: InputProcessor,
         log: EventLog,
         eos_token_ids: Iterable[int],
-        adapters: Adapters | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """`adapters`: if requests may have any."""
         self.scheduler = scheduler

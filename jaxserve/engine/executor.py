@@ -72,7 +72,7 @@ class StepObserver(Protocol):
         """Called after a step was read, which took `us`."""
 
 
-class Adapters(Protocol):
+class AdapterLoader(Protocol):
     """The LoRA adapters of an engine (`runtime.adapters.AdapterSlots`)."""
 
     def load(

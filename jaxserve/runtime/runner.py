@@ -214,7 +214,7 @@ class Runner:
         if any(chunk.seq.pooling is None for chunk in packed.sampled):
             token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden.sampled)
         if self._kinds.proposer is not None:
-            self._kinds.proposer.follow(self._state, packed, key, hidden)
+            self._kinds.proposer.extend(self._state, packed, key, hidden)
         prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
         chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
         counts = acceptance and acceptance._replace(drafts=None)

@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> TinyModel:
 
 def geometry_of(path: Path, **changes) -> ProgramShapes:
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 18, "page_size": 8}
-    return engine_plan.plan(EngineConfig(model=path, **settings | changes)).shapes
+    return engine_plan.plan_engine(EngineConfig(model=path, **settings | changes)).shapes
 
 
 def lowered(shapes: ProgramShapes) -> dict[str, str]:

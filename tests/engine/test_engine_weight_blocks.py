@@ -156,4 +156,4 @@ def test_a_device_that_holds_more_than_was_planned_is_reported(deep, checked):
 def test_settings_that_are_refused(deep, changes, message):
     shared = {"weights_on": "disk", "steps_per_weight_read": 2}
     with pytest.raises(ConfigError, match=message):
-        engine_plan.plan(EngineConfig(deep.path, **(shared | changes)))
+        engine_plan.plan_engine(EngineConfig(deep.path, **(shared | changes)))

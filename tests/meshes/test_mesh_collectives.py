@@ -38,7 +38,7 @@ class Compiled:
             **degrees(mesh),
             **settings,
         )
-        self.shapes: ProgramShapes = engine_plan.plan(config).shapes
+        self.shapes: ProgramShapes = engine_plan.plan_engine(config).shapes
         self._specs = {spec.name: spec for spec in ProgramKinds(self.shapes).specs()}
 
     def kinds(self, name: str) -> dict[str, int]:

@@ -50,7 +50,7 @@ class Counted:
 
 
 def geometry_of(mesh: str, path: Path, **settings: object) -> ProgramShapes:
-    return engine_plan.plan(EngineConfig(model=path, **degrees(mesh), **settings)).shapes
+    return engine_plan.plan_engine(EngineConfig(model=path, **degrees(mesh), **settings)).shapes
 
 
 def bytes_by_device(shapes: ProgramShapes, path: Path) -> dict[jax.Device, int]:

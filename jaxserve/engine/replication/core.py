@@ -54,7 +54,7 @@ class ReplicatedCore:
             if self.ended:
                 return []
             for command, applied in commands:
-                self._follow(command, applied)
+                self._apply_once(command, applied)
             for us in entry.step_times_us:
                 self._core.scheduler.observe_step_time(self._read.popleft(), us)
             with self._hosts.bounded():
@@ -74,7 +74,7 @@ class ReplicatedCore:
             finally:
                 self._hosts.close()
 
-    def _follow(self, command: Command, applied: bool) -> None:
+    def _apply_once(self, command: Command, applied: bool) -> None:
         """Applies a command of host 0, unless this host has already `applied` it."""
         if not applied:
             if isinstance(command, AddRequest):

@@ -145,7 +145,7 @@ class EnginePlan:
         return dataclasses.replace(self, memory=memory)
 
 
-def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
+def plan_engine(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
     """Plan an engine of `config`. Reads the model's header, no weights.
 
     Of several `hosts` the one with the least memory determines the pool. Raises ModelError,

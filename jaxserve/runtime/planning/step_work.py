@@ -87,7 +87,7 @@ def draft_work(shapes: ProgramShapes) -> DraftWork | None:
         kv_bytes=local.num_kv_heads * (local.head_dim + local.value_dim) * shapes.dtype.itemsize,
         tensor=shapes.tensor,
     )
-    if shapes.follower:  # A layer, before the head of the model unless it has one of its own.
+    if shapes.feature_layer:  # A layer, before the head of the model unless it has one of its own.
         if "lm_head" not in shapes.draft_params.specs:
             head = {"head_weights": target.head_weights, "head_bytes": target.head_bytes}
             each = dataclasses.replace(each, **head)

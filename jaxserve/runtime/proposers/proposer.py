@@ -50,7 +50,7 @@ class Proposer(abc.ABC):
         many], and how many of them are accepted, as `state.speculation` has them already."""
         return
 
-    def follow(
+    def extend(
         self,
         state: DeviceState,
         step: PackedInputs,

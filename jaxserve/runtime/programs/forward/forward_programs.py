@@ -227,7 +227,7 @@ class _Layers(ProgramKind[_LayersKey]):
         super().__init__(shapes)
         self._first = first
         self._slices = {
-            key: [self._slice(key, layers) for layers in shapes.groups(key)]
+            key: [self._slice(key, layers) for layers in shapes.layer_slices(key)]
             for key in shapes.layouts
         }
 

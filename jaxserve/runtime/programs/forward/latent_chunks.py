@@ -57,7 +57,7 @@ def attend(
     parts = []
     if num_decodes:
         decodes = jax.tree.map(lambda array: array[:num_decodes], slot_mapping.batch)
-        groups = slot_mapping.groups if window is None else None
+        groups = slot_mapping.decode_groups if window is None else None
         out, _ = paged_attention(
             q[:num_decodes],
             pages,

@@ -294,7 +294,7 @@ def _attend(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
-        groups=slot_mapping.groups if window is None else None,
+        groups=slot_mapping.decode_groups if window is None else None,
     )
     return out, pages
 
