@@ -30,8 +30,8 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.perfetto import write_trace
 from jaxserve.runtime.live_weights import WeightsSource
-from jaxserve.runtime.planning.engine_plan import EnginePlan
-from jaxserve.runtime.startup import StartupProgress, no_progress
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import StartupProgress, no_progress
 from jaxserve.text import Tokenizer
 
 

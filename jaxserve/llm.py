@@ -38,9 +38,9 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.perfetto import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
 from jaxserve.runtime.live_weights import WeightsSource
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.progress import TerminalProgress
-from jaxserve.runtime.startup import StartupProgress, no_progress
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import StartupProgress, no_progress
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]

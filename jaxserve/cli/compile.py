@@ -21,8 +21,8 @@ class Compile(Common):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
 
     def run(self) -> int:
-        from jaxserve.runtime.planning import engine_plan
-        from jaxserve.runtime.startup import compile_programs
+        from jaxserve.runtime.startup import engine_plan
+        from jaxserve.runtime.startup.start import compile_programs
 
         if not self.engine.compilation_cache:
             raise ConfigError(

@@ -21,6 +21,7 @@ from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica,
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.cluster.staged_copy import COPY_S, StagedCopy
 from jaxserve.cluster.tasks import Tasks
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import (
     EngineClosedError,
     JaxserveError,
@@ -28,7 +29,6 @@ from jaxserve.core.errors import (
     ReplicaLostError,
     RequestError,
 )
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.output_queue import OutputDispatcher, Update
 from jaxserve.engine.snapshot.requests import RequestSnapshot

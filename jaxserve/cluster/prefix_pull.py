@@ -8,8 +8,8 @@ import time
 
 from jaxserve.cluster.policies.pulls import Pull, Pulls
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError
-from jaxserve.core.requests.commands import AddRequest
 
 PULL_S = 5.0
 """How long a prefix may take from one replica to another; after that it is computed."""

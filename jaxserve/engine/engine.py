@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import jax
 
+from jaxserve.core.commands import Abort, ResetPrefixCache, SetPriority
 from jaxserve.core.errors import ConfigError, EngineClosedError, RequestError
 from jaxserve.core.events import EventLog, Record, monotonic_us
 from jaxserve.core.process.signals import interrupts_held
-from jaxserve.core.requests.commands import Abort, ResetPrefixCache, SetPriority
 from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
 from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
@@ -58,9 +58,9 @@ from jaxserve.runtime.live_weights import (
     check_level,
     memory_tags,
 )
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import StartupProgress, no_progress, start
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import StartupProgress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer

@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from jaxserve.core.errors import EngineAsleepError
-from jaxserve.core.events import EventLog, VerifiedDrafts
-from jaxserve.core.requests.commands import (
+from jaxserve.core.commands import (
     Abort,
     AddRequest,
     Command,
     ResetPrefixCache,
     SetPriority,
 )
+from jaxserve.core.errors import EngineAsleepError
+from jaxserve.core.events import EventLog, VerifiedDrafts
 from jaxserve.core.requests.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.plan import StepPlan

@@ -12,8 +12,8 @@ from jaxserve.core.errors import EngineClosedError, OverloadedError, RequestErro
 from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest, check_lora_request
 from jaxserve.models.loading.adapter import Adapter, read_adapter
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 
 class StagedAdapter(NamedTuple):

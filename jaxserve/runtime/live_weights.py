@@ -13,7 +13,7 @@ from jaxserve.core.errors import ConfigError, OutOfMemoryError, WeightsError
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.live import check_params, check_same_model, moved
 from jaxserve.models.loading.params import load_params
-from jaxserve.runtime.planning.engine_plan import EnginePlan
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.state_memory import StateMemory
 
 WeightsSource = Mapping[str, Any] | str | Path

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
+from jaxserve.core.commands import Abort
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog, Record
-from jaxserve.core.requests.commands import Abort
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.settings.config import EngineConfig

@@ -19,7 +19,7 @@ from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearchParams
-from jaxserve.runtime.planning.engine_plan import plan_engine
+from jaxserve.runtime.startup.engine_plan import plan_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}

@@ -18,8 +18,8 @@ from jaxserve.core.errors import ConfigError, EngineClosedError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware import device_memory
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.weights.loading import layer_file
+from jaxserve.runtime.startup import engine_plan
+from jaxserve.runtime.startup.loading import layer_file
 from jaxserve.scheduler.policies import POLICIES
 
 FEW_PROGRAMS = {"max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}

@@ -10,7 +10,7 @@ from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, pre
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

@@ -24,7 +24,7 @@ from jaxserve.core.requests.outputs import WeightsRun
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.live_weights import LiveWeights
-from jaxserve.runtime.planning.engine_plan import plan_engine
+from jaxserve.runtime.startup.engine_plan import plan_engine
 from jaxserve.runtime.state_memory import StateMemory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

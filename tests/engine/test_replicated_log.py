@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.core.commands import Abort, AddRequest, ResetPrefixCache, SetPriority
 from jaxserve.core.errors import DistributedError
-from jaxserve.core.requests.commands import Abort, AddRequest, ResetPrefixCache, SetPriority
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.steps.plan import StepPlan

@@ -13,7 +13,7 @@ from mesh_engines import degrees, on_mesh, write_llama
 from jaxserve.cli.arguments.options import ModelSettings
 from jaxserve.cli.plan import Plan
 from jaxserve.cli.terminal.text import size
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 
 pytestmark = pytest.mark.meshes
 

@@ -15,8 +15,8 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.startup import engine_plan
 
 pytestmark = pytest.mark.meshes
 

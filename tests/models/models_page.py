@@ -30,7 +30,7 @@ from jaxserve.models.quantization import AS_STORED, FORMATS
 from jaxserve.models.quantization_config import Scheme
 from jaxserve.models.registry import ARCHITECTURES, get_family, param_specs
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from pallas_kernels.quantized_matmul import abstract_weight
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.moe import active_parameters
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, param_specs
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.planning.step_work import step_work
+from jaxserve.runtime.programs.forward.step_work import step_work
+from jaxserve.runtime.startup import engine_plan
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MIXTRAL_8X7B = PUBLISHED["Mixtral-8x7B"]

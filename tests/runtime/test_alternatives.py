@@ -17,9 +17,9 @@ from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.runtime.hardware import device_memory
 from jaxserve.runtime.hardware.devices import described_mesh
-from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.alternatives import alternatives, devices_needed
 from jaxserve.runtime.planning.memory import MemoryPlan
+from jaxserve.runtime.startup import engine_plan
 
 GIB = 1 << 30
 LLAMA_8B = CONFIG | {

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime import startup
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.startup import alike_on_all, compile_programs
+from jaxserve.runtime.startup import engine_plan
+from jaxserve.runtime.startup import start as startup
+from jaxserve.runtime.startup.start import alike_on_all, compile_programs
 from pallas_kernels.self_check import Failure
 
 ATTENTION = Failure("paged_attention", "NVIDIA H200", "decode", "its self-check was wrong by 3")

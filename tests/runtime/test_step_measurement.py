@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.runtime.step_measurement import StepMeasurements
 
 

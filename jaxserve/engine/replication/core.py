@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 
+from jaxserve.core.commands import AddRequest, Command
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.requests.commands import AddRequest, Command
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import DispatchedStep, StepResults
 from jaxserve.engine.engine_core import EngineCore

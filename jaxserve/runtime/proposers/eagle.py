@@ -26,14 +26,14 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Params
-from jaxserve.runtime.device_step import PackedInputs
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.forward.forward_programs import BY_RANK, Hidden
 from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
 from jaxserve.runtime.proposers.draft_model import check_context, within

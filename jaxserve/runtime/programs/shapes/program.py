@@ -22,6 +22,7 @@ from jaxserve.models.drafters.medusa import param_specs as medusa_specs
 from jaxserve.models.family import Family, Params
 from jaxserve.models.lora import Adapters, of_one
 from jaxserve.models.partition import local
+from jaxserve.runtime.hardware.arrays import ArrayShapes, placed, tree_bytes
 from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
@@ -29,7 +30,6 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward.context_parallel import longest_ring_context
 from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.forward.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
-from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
 from jaxserve.runtime.programs.shapes.state import sampling_shapes, speculation_shapes

@@ -14,8 +14,8 @@ from jax.sharding import Sharding
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.work import ChunkWork, DraftWork, StepWork
 from jaxserve.models.family import AnySpec
+from jaxserve.runtime.hardware.arrays import shard_bytes
 from jaxserve.runtime.programs.forward import latent_chunks
-from jaxserve.runtime.programs.shapes.arrays import shard_bytes
 from jaxserve.runtime.programs.shapes.params import ParamShapes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.scheduler.decode_groups import PrefixCost
