@@ -99,7 +99,7 @@ class AsyncEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the chat template's form; see `LLM.chat_prompt`."""
-        return self._engine.chat_prompt(
+        return self._engine.tokenizer.encode_chat(
             messages,
             add_generation_prompt,
             continue_final_message=continue_final_message,

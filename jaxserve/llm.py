@@ -452,7 +452,7 @@ class LLM:
         False, or inside the last message with `continue_final_message`. Raises RequestError for
         messages that the template rejects, and for tools where it has none.
         """
-        return self.engine.chat_prompt(
+        return self.engine.tokenizer.encode_chat(
             messages,
             add_generation_prompt,
             continue_final_message=continue_final_message,

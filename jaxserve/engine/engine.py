@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any, Self
@@ -64,7 +64,6 @@ from jaxserve.runtime.startup.start import StartupProgress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer
-from jaxserve.text.chat import RESERVED_VARIABLES
 
 _log = logging.getLogger(__name__)
 
@@ -390,32 +389,6 @@ class Engine:
             self._runner = self._weights = None
             self.adapters.close()
             self._closed = self._closed or "the engine was closed"
-
-    def chat_prompt(
-        self,
-        messages: SequenceOf[Mapping[str, Any]],
-        add_generation_prompt: bool | None = None,
-        *,
-        continue_final_message: bool = False,
-        tools: SequenceOf[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """As `LLM.chat_prompt`."""
-        variables = chat_template_kwargs or {}
-        if taken := sorted(RESERVED_VARIABLES & set(variables)):
-            raise RequestError(
-                f"chat_template_kwargs must not set {taken[0]!r}; it is a parameter of its own."
-            )
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt,
-            tools,
-            continue_final_message,
-            chat_template,
-            **variables,
-        )
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The sampling defaults of the model's generation_config.json, with `overrides`."""

@@ -22,7 +22,7 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked
-from jaxserve.models.quantization_config import has_few_scales
+from jaxserve.models.quantization_scheme import has_few_scales
 from pallas_kernels.quantized_matmul import Format
 from sharding_rules import HeadLayout, pad_to
 

@@ -27,7 +27,7 @@ from jaxserve.models import quantization_config
 from jaxserve.models.loading.gguf import config as gguf_config
 from jaxserve.models.lora import modules_of
 from jaxserve.models.quantization import AS_STORED, FORMATS
-from jaxserve.models.quantization_config import Scheme
+from jaxserve.models.quantization_scheme import Scheme
 from jaxserve.models.registry import ARCHITECTURES, get_family, param_specs
 from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.startup import engine_plan

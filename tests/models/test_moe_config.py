@@ -12,7 +12,7 @@ from published_families import PUBLISHED
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.models.moe import active_parameters
+from jaxserve.models.moe_specs import active_parameters
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, param_specs
 from jaxserve.runtime.programs.forward.step_work import step_work

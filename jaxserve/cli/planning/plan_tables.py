@@ -73,7 +73,7 @@ def num_parameters(decided: EnginePlan) -> tuple[int, int]:
     """Numbers of parameters in all, and of those that one token is multiplied with."""
     import jax
 
-    from jaxserve.models.moe import active_parameters
+    from jaxserve.models.moe_specs import active_parameters
     from jaxserve.models.registry import param_specs
 
     model = decided.checkpoint.config

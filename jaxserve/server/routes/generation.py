@@ -14,7 +14,8 @@ from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from jaxserve.protocol.errors import FieldError, ResponseNotFoundError, field_error
-from jaxserve.protocol.fields import GenerationFields, JsonObject
+from jaxserve.protocol.field_types import JsonObject
+from jaxserve.protocol.fields import GenerationFields
 from jaxserve.protocol.messages_api.request import CountTokensRequest, MessagesRequest
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.response_models import (

@@ -25,7 +25,7 @@ import numpy as np
 from jaxserve.core.errors import WeightsError
 from jaxserve.models.loading.assemble import Index
 from jaxserve.models.loading.quantized.integers import per_word, unpacked, words
-from jaxserve.models.quantization_config import QuantizationConfig, Scheme
+from jaxserve.models.quantization_scheme import QuantizationConfig, Scheme
 from pallas_kernels.quantized_matmul import Format, QuantizedWeight, from_integers
 
 _WEIGHT = ".weight"
