@@ -140,7 +140,7 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not circle({module: set(imports(module)) for module in MODULES})
 
 
-IN_CIRCLES = {"jaxserve.cluster", "jaxserve.kv", "jaxserve.runtime.programs"}
+IN_CIRCLES = {"jaxserve.cluster", "jaxserve.kv"}
 """Packages of which a folder imports what imports that folder."""
 
 

@@ -29,8 +29,8 @@ from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.device_state import allocate, filled
 from jaxserve.runtime.programs.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.state_memory import StateMemory
 from jaxserve.runtime.step_block import StepBlock

@@ -13,8 +13,8 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning.shadow import CHUNK
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan, Prefill
 from jaxserve.runtime.programs.host_kv.step import Partial
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan, Prefill
 from jaxserve.runtime.startup import engine_plan
 
 __all__ = ["model"]  # A fixture.

@@ -21,8 +21,8 @@ from jaxserve.core.steps.plan import DecodeGroup, ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import set_tables
 
 PAGE_SIZE, MAX_PAGES, TRASH_SLOT = 4, 8, 9

@@ -11,8 +11,8 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.forward.step import TokenInputs
-from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.proposers.drafter import Drafter, run_layers
 from pallas_kernels.paged_attention import Pages
 

@@ -31,7 +31,7 @@ from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.forward.forward_programs import BY_RANK, Hidden
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.family import Params
-from jaxserve.runtime.programs.forward.step_inputs import StepInputs
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_inputs import StepInputs
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
 from jaxserve.runtime.proposers.drafter import best_drafts
 from jaxserve.sampling import SamplingState

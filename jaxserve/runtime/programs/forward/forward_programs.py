@@ -23,8 +23,8 @@ from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward import pipeline_step, step
 from jaxserve.runtime.programs.forward.dual_batch import in_halves
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import SEQ, STAGE

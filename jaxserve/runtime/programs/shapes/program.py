@@ -27,11 +27,11 @@ from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward.context_parallel import longest_ring_context
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
-from jaxserve.runtime.programs.forward.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
+from jaxserve.runtime.programs.shapes.ring import longest_ring_context
 from jaxserve.runtime.programs.shapes.state import sampling_shapes, speculation_shapes
 from jaxserve.runtime.weights.placement import LayerPlacement, place
 from jaxserve.runtime.weights.source import ResidentWeights

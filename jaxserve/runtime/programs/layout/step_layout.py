@@ -27,8 +27,8 @@ import numpy as np
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.pages import TRASH_PAGE
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan, table_updates
-from jaxserve.runtime.programs.forward.step_inputs import (
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan, table_updates
+from jaxserve.runtime.programs.layout.step_inputs import (
     DecodeRows,
     SlotMapping,
     StepInputs,
