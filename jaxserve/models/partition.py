@@ -119,8 +119,8 @@ def _split_format(spec: ParamSpec, tensor: int, split: Collection[str]) -> Forma
     if format.ordered and "experts" in spec.axes:
         return None
     try:
-        if format.group is not None:
-            format = dataclasses.replace(format, group=math.gcd(format.group, inputs))
+        if format.group_size is not None:
+            format = dataclasses.replace(format, group_size=math.gcd(format.group_size, inputs))
         format.num_groups(inputs)
     except ValueError:
         return None

@@ -161,7 +161,7 @@ def _fp8(fields: _Fields) -> QuantizationConfig:
     block = fields.block("weight_block_size")
     rows, group = block or (None, None)
     names = ("weight_scale_inv",) if block else ("weight_scale", "weight_scale_inv")
-    scheme = Scheme("fp8", 8, group=group, rows=rows, scale_names=names)
+    scheme = Scheme("fp8", 8, group_size=group, rows=rows, scale_names=names)
     ignored = fields.names("modules_to_not_convert", "ignored_layers")
     return QuantizationConfig("fp8", ((_not_the_head, scheme),), _parts_of_names(ignored))
 
@@ -172,7 +172,7 @@ def _awq(fields: _Fields) -> QuantizationConfig:
         fields.one_of(name, ("gemm",), "gemm")
     fields.one_of("zero_point", (True,), True)
     group = fields.group("group_size" if fields.get("q_group_size") is None else "q_group_size")
-    scheme = Scheme("awq", 4, symmetric=False, group=group, scale_names=("scales",))
+    scheme = Scheme("awq", 4, symmetric=False, group_size=group, scale_names=("scales",))
     ignored = fields.names("modules_to_not_convert")
     return QuantizationConfig("awq", ((_not_the_head, scheme),), _parts_of_names(ignored))
 
@@ -189,7 +189,7 @@ def _gptq(fields: _Fields) -> QuantizationConfig:
         "gptq",
         bits,
         symmetric=fields.boolean("sym", True),
-        group=fields.group("group_size"),
+        group_size=fields.group("group_size"),
         reordered=fields.boolean("desc_act", False),
         zeros_less_one="gptq_v2" not in versions,
         scale_names=("scales",),
@@ -268,7 +268,7 @@ def _scheme_of_group(group: _Fields, default: str) -> Scheme:
         "packed" if packed else "int8" if kind == "int" else "fp8",
         bits,
         symmetric=weights.boolean("symmetric", True),
-        group=inputs,
+        group_size=inputs,
         rows=rows,
         reordered=order in ("group", "dynamic") or order is True,
     )

@@ -26,7 +26,7 @@ class Scheme:
 
     bits: of a value.
     symmetric: zero points are all in the middle of the values' range; floats have none.
-    group: consecutive inputs that share a scale; None for all.
+    group_size: consecutive inputs that share a scale; None for all.
     rows: outputs that share a scale; None for all.
     reordered: inputs name their group themselves (`g_idx`), which activation order makes. Groups
         are as large as otherwise.
@@ -37,7 +37,7 @@ class Scheme:
     storage: Storage
     bits: int
     symmetric: bool = True
-    group: int | None = None
+    group_size: int | None = None
     rows: int | None = 1
     reordered: bool = False
     zeros_less_one: bool = False
@@ -51,25 +51,26 @@ class Scheme:
         `config.json` alone.
         """
         if self.storage == "fp8":
-            if self.group is None:
+            if self.group_size is None:
                 return FP8
             # Groups are the same in all rows, and may be smaller than blocks.
-            format = Format("float8_e4m3fn", math.gcd(self.group, num_inputs))
+            format = Format("float8_e4m3fn", math.gcd(self.group_size, num_inputs))
             return format if has_few_scales(format) else None
         unit = _INT4_BLOCK if self.bits == 4 else 1
-        if (self.group or unit) % unit or num_inputs % (self.group or unit):
+        if (self.group_size or unit) % unit or num_inputs % (self.group_size or unit):
             return None
         return Format(
             "int4" if self.bits == 4 else "int8",
-            self.group,
+            self.group_size,
             minimum=not self.symmetric,
-            ordered=self.reordered and self.group is not None,
+            ordered=self.reordered and self.group_size is not None,
         )
 
 
 def has_few_scales(format: Format) -> bool:
     """Whether scales add at most two bits to a value; more would be a fourth of float8's memory."""
-    return format.group is None or format.group >= 4 * jnp.dtype(format.scale_dtype).itemsize
+    least = 4 * jnp.dtype(format.scale_dtype).itemsize
+    return format.group_size is None or format.group_size >= least
 
 
 @dataclasses.dataclass(frozen=True)
