@@ -103,7 +103,7 @@ def busy(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[float, tu
 def token_bytes(model: Path, settings: dict[str, Any]) -> int:
     """Bytes of a token's KV."""
     from jaxserve.core.settings.config import EngineConfig
-    from jaxserve.runtime.planning import engine_plan
+    from jaxserve.runtime.startup import engine_plan
 
     memory = engine_plan.decide(EngineConfig(model=model, **settings)).memory
     return memory.page_bytes // PAGE_SIZE

@@ -23,14 +23,14 @@ from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import StepResults, TokenLogprobs
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
-from jaxserve.runtime.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.grammar_masks import GrammarMasks
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.device_state import allocate, filled
+from jaxserve.runtime.programs.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.state_memory import StateMemory
 from jaxserve.runtime.step_block import StepBlock
@@ -214,7 +214,7 @@ class Runner:
         if any(chunk.seq.pooling is None for chunk in packed.sampled):
             token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden.sampled)
         if self._kinds.proposer is not None:
-            self._kinds.proposer.follow(self._state, packed, key, hidden)
+            self._kinds.proposer.extend(self._state, packed, key, hidden)
         prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
         chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
         counts = acceptance and acceptance._replace(drafts=None)

@@ -11,7 +11,7 @@ import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
 from jaxserve.cluster import mover, staged_copy
-from jaxserve.cluster.policies.migration import LAST_TOKENS
+from jaxserve.cluster.policies.copies import LAST_TOKENS
 from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
 from jaxserve.core.errors import RestartError
@@ -112,7 +112,7 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
         assert not any(replica.at_move for replica in replicas)
         await all_up(router)
         for replica, mortal in zip(pool._replicas, replicas):
-            assert (replica.load.num_used_pages, replica.num_moving) == (0, 0)
+            assert (replica.load.num_used_pages, replica.load.num_moving) == (0, 0)
             assert not replica.requests
             tree = mortal._replica._engine._engine.kv.tree
             assert not any(node.pins for node in tree)

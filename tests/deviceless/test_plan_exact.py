@@ -12,10 +12,10 @@ pytest.importorskip("flax", reason="needs what jaxserve itself needs")
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.hardware import deviceless
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning.engine_plan import EnginePlan, plan_described
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.program_kinds import ProgramKinds
+from jaxserve.runtime.startup import deviceless
+from jaxserve.runtime.startup.engine_plan import EnginePlan, plan_described
 
 pytestmark = pytest.mark.deviceless
 

@@ -19,9 +19,9 @@ from tiny_engines import LONGEST, PAGE_SIZE, Arrival, TinyModel, drive, generate
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.planning.step_work import step_work
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.program_kinds import ProgramKinds
+from jaxserve.runtime.programs.forward.step_work import step_work
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels.paged_attention.xla import PREFILL_BLOCK
 from pallas_kernels.quantized_matmul import QuantizedWeight

@@ -19,7 +19,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models import moe
 from jaxserve.models.quantization import FORMATS, with_formats
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels.quantized_matmul import dequantize, quantize
 

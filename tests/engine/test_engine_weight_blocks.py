@@ -11,7 +11,7 @@ from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, pre
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 STEPS = 8
@@ -158,4 +158,4 @@ def test_a_device_that_holds_more_than_was_planned_is_reported(deep, checked):
 def test_settings_that_are_refused(deep, changes, message):
     shared = {"weights_on": "disk", "steps_per_weight_read": 2}
     with pytest.raises(ConfigError, match=message):
-        engine_plan.plan(EngineConfig(deep.path, **(shared | changes)))
+        engine_plan.plan_engine(EngineConfig(deep.path, **(shared | changes)))

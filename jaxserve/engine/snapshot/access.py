@@ -35,6 +35,7 @@ class EngineAccess:
         restorer: Restorer,
         facts: SnapshotFacts,
         check_open: Callable[[], None],
+        num_hosts: int,
     ) -> None:
         self.core, self.page_transfers, self.restorer, self.facts = (
             core,
@@ -43,6 +44,7 @@ class EngineAccess:
             facts,
         )
         self.check_open = check_open
+        self._num_hosts = num_hosts
 
     def check(self) -> None:
         """Raises SnapshotError where there can be no snapshots."""
@@ -51,10 +53,10 @@ class EngineAccess:
                 "snapshots name the checkpoint that an engine was loaded from, and update_weights "
                 "has replaced its weights; load the new ones in a new engine."
             )
-        if self.core.num_hosts > 1:
+        if self._num_hosts > 1:
             raise SnapshotError(
                 "snapshots support a single process only, and this job has "
-                f"{self.core.num_hosts} processes; give all devices to one process."
+                f"{self._num_hosts} processes; give all devices to one process."
             )
 
     def check_ready(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxserve.core.errors import AdapterError, OverloadedError, RequestError, SnapshotError
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.sequence import SharedPrefix
+from jaxserve.engine.commands import Resume
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.request import Request
@@ -111,7 +112,7 @@ class Restorer:
             try:
                 for request in contents.requests:
                     if not request.finished:
-                        self._core.accept(request)
+                        self._core.apply(Resume(request))
                         continue
                     for output in request.sequence_outputs:
                         output.use_weights(self._core.weights_version)

@@ -17,7 +17,7 @@ from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.program_kind import (
     ProgramKind,
     padded,

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 

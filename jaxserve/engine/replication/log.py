@@ -19,14 +19,14 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from jaxserve.core.errors import DistributedError
-from jaxserve.core.requests.commands import (
+from jaxserve.core.commands import (
     Abort,
     AddRequest,
     Command,
     ResetPrefixCache,
     SetPriority,
 )
+from jaxserve.core.errors import DistributedError
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.steps.plan import StepPlan
 

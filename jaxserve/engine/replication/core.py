@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
 
+from jaxserve.core.commands import AddRequest, Command
 from jaxserve.core.errors import JaxserveError
-from jaxserve.core.requests.commands import AddRequest, Command
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import DispatchedStep, StepResults
 from jaxserve.engine.engine_core import EngineCore
-from jaxserve.engine.replicated_log import ReplicatedLog
+from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.replication.log import ReplicatedLog
 from jaxserve.engine.request import Request
 from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.structured.grammar import Grammar
 
 
-class ReplicatedCore(EngineCore):
-    """An EngineCore that replicates the steps and commands of host 0.
+class ReplicatedCore:
+    """Has an EngineCore replicate the steps and commands of host 0. All commands and steps of a
+    multi-host job go through it.
 
     A command is applied on the host that issues it, and logged. Before each step, host 0 writes an
     entry with its clock, commands and step times, and the other hosts apply the commands that they
     have not applied yet.
     """
 
-    def __init__(self, *args: Any, hosts: Hosts) -> None:
-        super().__init__(*args)
+    def __init__(self, core: EngineCore, input_processor: InputProcessor, hosts: Hosts) -> None:
+        self._core = core
+        core.observer = self
+        self._input = input_processor
         self._hosts = hosts
-        self.num_hosts = hosts.num_hosts
         self._replicated = ReplicatedLog(hosts)
         self._read: collections.deque[tuple[StepPlan, ...]] = collections.deque()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is host 0, whose commands are authoritative."""
-        return self._replicated.leads
 
     @property
     def ended(self) -> bool:
@@ -42,7 +39,8 @@ class ReplicatedCore(EngineCore):
         return self._replicated.ended
 
     def apply(self, command: Command, grammar: Grammar | None = None) -> Request | None:
-        request = super().apply(command, grammar)
+        """As `EngineCore.apply`, for a command that hosts exchange."""
+        request = self._core.apply(command, grammar)
         self._replicated.add_command(command)
         return request
 
@@ -52,50 +50,52 @@ class ReplicatedCore(EngineCore):
         Raises DistributedError when the hosts have diverged, or another host failed.
         """
         try:
-            entry, commands = self._replicated.next_entry(self.log.now(), wait)
+            entry, commands = self._replicated.next_entry(self._core.log.now(), wait)
             if self.ended:
                 return []
             for command, applied in commands:
-                self._follow(command, applied)
+                self._apply_once(command, applied)
             for us in entry.step_times_us:
-                self.scheduler.observe_step_time(self._read.popleft(), us)
+                self._core.scheduler.observe_step_time(self._read.popleft(), us)
             with self._hosts.bounded():
-                return self._step(entry.now_us)
+                return self._core.step(entry.now_us)
         except JaxserveError:
             raise
         except BaseException as error:
             raise self._hosts.blame(error) or error from error
 
     def close(self, failed: bool = False) -> None:
+        """As `EngineCore.close`; on host 0 it ends the job."""
         try:
             self._replicated.end(checked=not failed)
         finally:
             try:
-                super().close(failed)
+                self._core.close(failed)
             finally:
                 self._hosts.close()
 
-    def _follow(self, command: Command, applied: bool) -> None:
+    def _apply_once(self, command: Command, applied: bool) -> None:
         """Applies a command of host 0, unless this host has already `applied` it."""
         if not applied:
             if isinstance(command, AddRequest):
                 self._input.skip_seed(command.params)
-            super().apply(command)
-        elif isinstance(command, AddRequest) and not self.leads:
+            self._core.apply(command)
+        elif isinstance(command, AddRequest) and not self._replicated.leads:
             self._set_arrival(command)
 
     def _set_arrival(self, added: AddRequest) -> None:
         """Sets a request's arrival time to that on host 0, unless it has finished."""
-        request = self.requests.get(added.request_id)
+        request = self._core.requests.get(added.request_id)
         if request is not None:
             for output in request.sequence_outputs:
                 output.seq.arrival_us = added.arrival_us
-                self.scheduler.set_priority(output.seq.seq_id, output.seq.priority)
+                self._core.scheduler.set_priority(output.seq.seq_id, output.seq.priority)
 
-    def _on_dispatched(self, plan: StepPlan) -> None:
+    def dispatched(self, plan: StepPlan) -> None:
+        """Adds the plan to the digest."""
         self._replicated.add_plan(plan)
 
-    def _on_step_time(self, step: DispatchedStep, results: StepResults, us: int) -> None:
+    def read(self, step: DispatchedStep, results: StepResults, us: int) -> None:
         """Logs the step time: every host's scheduler observes host 0's, from the next entry."""
         self._read.append(step.together)
         self._replicated.observe_step_time(us)
