@@ -8,7 +8,7 @@ the previous one, so the device runs the steps in plan order.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -305,12 +305,28 @@ class Runner:
     def read_pages(self, pages: SequenceOf[int]) -> np.ndarray:
         """Copy up to TRANSFER_PAGES pages to the host, uint8 [pages, bytes], layer by layer; waits
         for the device."""
+        return self.page_bytes(self._gathered(pages), len(pages))
+
+    def take_pages(self, pages: SequenceOf[int]) -> list[jax.Array]:
+        """Copies of up to TRANSFER_PAGES pages on the devices, an array for each layer, for
+        `page_bytes`, as of the steps dispatched so far. Does not wait for the device: a layer is
+        copied once the last program that writes to it has run."""
+        staged = [*self._gathered(pages)]
+        for layer in staged:
+            layer.copy_to_host_async()
+        return staged
+
+    def page_bytes(self, layers: Iterable[jax.Array], count: int) -> np.ndarray:
+        """The first `count` pages of `take_pages`, uint8 [pages, bytes]. Waits for one layer after
+        another; any thread may call it."""
+        copied = [np.asarray(layer)[:count] for layer in layers]
+        parts = np.concatenate([self._by_device(layer) for layer in copied], axis=2)
+        return np.ascontiguousarray(parts).view(np.uint8).reshape(count, -1)
+
+    def _gathered(self, pages: SequenceOf[int]) -> Iterator[jax.Array]:
         self._drain()
-        alike = zip(self._state.kv, self.shapes.kv.alike)
-        staged = (self._kinds.gather([layer], pages, first) for layer, first in alike)
-        layers = [np.asarray(layer)[: len(pages)] for layer in staged]
-        parts = np.concatenate([self._by_device(layer) for layer in layers], axis=2)
-        return np.ascontiguousarray(parts).view(np.uint8).reshape(len(pages), -1)
+        for layer, first in zip(self._state.kv, self.shapes.kv.alike):
+            yield self._kinds.gather([layer], pages, first)
 
     def write_pages(self, pages: SequenceOf[int], payload: np.ndarray) -> None:
         """Write up to TRANSFER_PAGES pages, given as `read_pages` returns them."""

@@ -11,7 +11,7 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader
-from jaxserve.engine.snapshot.kv import SavedKV, kv_entries, prefixes_of
+from jaxserve.engine.snapshot.kv import Prefix, SavedKV, kv_entries, prefixes_of
 from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
@@ -82,9 +82,15 @@ class EngineAccess:
         self, sequences: Iterable[Sequence], cache: bool, start: int | None = None
     ) -> Iterator[tuple[str, Any]]:
         """The KV of sequences, from token `start` on, and with `cache` that of the prefix cache."""
-        scheduler = self.core.scheduler
-        prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
+        prefixes = self.prefixes(sequences, cache, start)
         return kv_entries(prefixes, self.page_transfers.token_kv())
+
+    def prefixes(
+        self, sequences: Iterable[Sequence], cache: bool = False, start: int | None = None
+    ) -> Iterator[Prefix]:
+        """What `kv` is the KV of."""
+        scheduler = self.core.scheduler
+        return prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
 
     def saved(self, reader: SnapshotReader | PartReader) -> SavedKV:
         """The KV of a snapshot. That of another engine's drafter is not used."""
