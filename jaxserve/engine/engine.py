@@ -127,6 +127,8 @@ class Engine:
         facts = SnapshotFacts(plan, tokenizer)
         access = EngineAccess(*shared, restorer, facts, self.check_open)
         self.snapshots, self.migration = Snapshots(access), Migration(access)
+        if isinstance(self._core, ReplicatedCore):
+            self._core.joins = self.snapshots.join
 
     @classmethod
     def load(

@@ -8,7 +8,8 @@ one step late, and the token sampled in the meantime is dropped.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from jaxserve.core.errors import EngineAsleepError
 from jaxserve.core.events import EventLog, VerifiedDrafts
@@ -30,6 +31,8 @@ from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
+
+_T = TypeVar("_T")
 
 
 class EngineCore:
@@ -62,6 +65,8 @@ class EngineCore:
 
     num_hosts = 1
     """Hosts that run this engine in lockstep."""
+    leads = True
+    """Whether this host's commands are those of all hosts."""
     ended = False
     """Whether host 0 of several has closed its engine."""
 
@@ -69,6 +74,16 @@ class EngineCore:
     def requests(self) -> dict[str, Request]:
         """Unfinished requests, by id."""
         return self._outputs.requests
+
+    def jointly(self, action: list[Any], run: Callable[[int], _T]) -> _T | None:
+        """What `run` returns, given the time. All hosts do this `action`, which is plain data, at
+        the same place among their steps; those that follow do it by `joins`. None on another host
+        than 0 whose engine has ended meanwhile."""
+        return run(self.log.now())
+
+    def agreed(self, value: Any) -> list[Any]:
+        """The values of all hosts within `jointly`, plain data, in order of hosts."""
+        return [value]
 
     def pages_change(self) -> None:
         """Notes that the content or the owners of pages may change."""

@@ -26,7 +26,7 @@ from jaxserve.models.family import Params
 from jaxserve.runtime.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.grammar_masks import GrammarMasks
 from jaxserve.runtime.programs.compilation.executables import Programs
-from jaxserve.runtime.programs.device_state import allocate, filled
+from jaxserve.runtime.programs.device_state import allocate, filled, put
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
@@ -338,7 +338,7 @@ class Runner:
             size = place.shape[1] // parts.shape[1]
             staging = np.zeros(place.shape, place.dtype)
             staging[: len(pages)] = parts[:, :, done : done + size].reshape(len(pages), -1)
-            staged, done = jax.device_put(staging, place.sharding), done + size
+            staged, done = put(staging, place.sharding), done + size
             own = kv[index : index + 1]
             kv[index : index + 1] = self._kinds.scatter(own, pages, staged, first)
 

@@ -51,10 +51,14 @@ class EngineAccess:
                 "snapshots name the checkpoint that an engine was loaded from, and update_weights "
                 "has replaced its weights; load the new ones in a new engine."
             )
+
+    def check_one_host(self) -> None:
+        """Raises SnapshotError in a multi-host job, whose requests do not move one by one."""
         if self.core.num_hosts > 1:
             raise SnapshotError(
-                "snapshots support a single process only, and this job has "
-                f"{self.core.num_hosts} processes; give all devices to one process."
+                "requests move one by one between engines of a single process, and this job has "
+                f"{self.core.num_hosts} processes; take a snapshot, or give all devices to one "
+                "process."
             )
 
     def check_ready(self) -> None:

@@ -108,6 +108,7 @@ class Migration:
     def _unfinished(self, request_id: str) -> Request:
         self._engine.check_open()
         self._engine.check()
+        self._engine.check_one_host()
         request = self._engine.core.requests.get(request_id)
         if request is None:
             raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
@@ -129,6 +130,7 @@ class Migration:
         request, or when its id is in use, and OverloadedError when the slots of adapters are taken.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         reader = PartReader(parts)
         (request,) = self._engine.restorer.add(
             self._exported(reader, request_id), finish=reader.finish
@@ -144,6 +146,7 @@ class Migration:
         OverloadedError when the slots of adapters are taken: it may be retried.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         contents = Contents(self._engine.restorer.built([state]), None)
         staged = self._staged.pop(state.added.request_id, None)
         if staged is None:
@@ -165,6 +168,7 @@ class Migration:
         late; what came in stages before stays.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         if request_id in self._given_up:
             raise RequestError(f"the KV of request {request_id!r} was given up here.")
         reader = PartReader(parts)
@@ -205,6 +209,7 @@ class Migration:
         Raises SnapshotError in a multi-host job, or for a part that is read too late.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         kv, salt = self._engine.core.kv, prefix_salt(tenant, cache_salt)
         prefixes = []
         if kv.prefix_caching and not kv.windowed:
@@ -227,6 +232,7 @@ class Migration:
         dtype or quantization. What was cached before the damaged part stays.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         reader = PartReader(parts)
         self._engine.facts.check_model(reader.facts)
         self._engine.facts.check_kv(reader.facts)
