@@ -348,12 +348,14 @@ class AsyncEngine:
         self, request_id: str, with_kv: bool = True, start: int | None = None
     ) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
-        until `abort`. Its KV is copied between two steps, which takes as long as its bytes take
-        from the devices to memory; with `start` that of one stage, as `Migration.export_request`.
+        until `abort`. With `start` the KV of one stage, as `Migration.export_request`. What the
+        prompts of two steps have computed is read while steps go on; more is read between two
+        steps, which takes as long as its bytes take from the devices to memory.
         Raises as `LLM.export_request`."""
-        return await self._thread.result_of(
-            lambda: list(self._engine.migration.export_request(request_id, with_kv, start))
+        parts = await self._thread.result_of(
+            lambda: self._engine.migration.begin_export(request_id, with_kv, start)
         )
+        return await asyncio.to_thread(list, parts)
 
     def num_computed(self, request_id: str) -> int | None:
         """How many tokens of a request's first sequence have their KV, by the steps that were

@@ -337,6 +337,8 @@ class OpenRequests:
         if request.accepted:
             return
         request.accepted = True
+        if request.replica is not None and request.replica.load.role == "prefill":
+            self.due.set()  # From now on it may move.
         submission = request.submission
         submission.num_waited_for -= 1
         if not submission.num_waited_for:

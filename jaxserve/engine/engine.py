@@ -36,7 +36,7 @@ from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication.core import ReplicatedCore
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot.access import EngineAccess
+from jaxserve.engine.snapshot.access import EngineAccess, OneHost
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.restorer import Restorer
@@ -142,8 +142,11 @@ class Engine:
         limit = plan.config.max_model_len
         restorer = Restorer(*shared, self._input, tokenizer, self.adapters, limit)
         facts = SnapshotFacts(plan, tokenizer)
-        access = EngineAccess(*shared, restorer, facts, self.check_open, self._num_hosts)
+        together = self._replicated or OneHost(self._core)
+        access = EngineAccess(*shared, restorer, facts, self.check_open, together, self._num_hosts)
         self.snapshots, self.migration = Snapshots(access), Migration(access)
+        if self._replicated is not None:
+            self._replicated.joins = self.snapshots.join
 
     @classmethod
     def load(

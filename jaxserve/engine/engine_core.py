@@ -100,6 +100,10 @@ class EngineCore:
         """Unfinished requests, by id."""
         return self._outputs.requests
 
+    def report_again(self, touched: Iterable[Request]) -> None:
+        """Has the next step return these requests, too."""
+        self._touched |= {request.request_id: request for request in touched}
+
     def pages_change(self) -> None:
         """Notes that the content or the owners of pages may change."""
         self.num_changes += 1

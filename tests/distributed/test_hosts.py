@@ -59,7 +59,7 @@ with LLM(**settings) as llm:
 class Job:
     """Hosts of one engine of the tiny Llama, each with as many devices."""
 
-    def __init__(self, model, roles, devices=1, changes=(), **settings):
+    def __init__(self, model, roles, devices=1, changes=(), script=SCRIPT, **settings):
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         whole = {
@@ -76,7 +76,7 @@ class Job:
         } | settings
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, json.dumps(whole | own)],
+                [sys.executable, "-c", script, json.dumps(whole | own)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

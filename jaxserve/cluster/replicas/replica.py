@@ -22,6 +22,7 @@ from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.engine.snapshot.migration import max_taken
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metric import Metric
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
@@ -242,9 +243,12 @@ def _plan(config: EngineConfig, num_replicas: int) -> EngineConfig:
             most = host_share(planned.device) // num_replicas // memory.whole_page_bytes
             pages = min(memory.host_pages, most)
         host_bytes = pages * memory.whole_page_bytes
-    return dataclasses.replace(
-        config, kv_cache_memory_bytes=memory.kv_bytes, host_kv_bytes=host_bytes
-    )
+    kv_bytes = memory.kv_bytes
+    if config.kv_cache_memory_bytes is None:  # Leave room for copies of requests that move.
+        copied = max_taken(planned.scheduler.max_prefill_tokens, memory.page_size, memory.num_pages)
+        spare = memory.limit_bytes - memory.total_bytes
+        kv_bytes -= max(0, copied * memory.page_bytes - spare)
+    return dataclasses.replace(config, kv_cache_memory_bytes=kv_bytes, host_kv_bytes=host_bytes)
 
 
 def _run_on(index: int, num_cores: int) -> None:

@@ -315,6 +315,7 @@ def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
         num_pages=memory.num_pages,
         num_host_pages=memory.host_pages if memory.kv_on_host else 0,
         transfers_pages=tiers or shapes.config.debug_kv,
+        across_hosts=shapes.mesh is not None and jax.process_count() > 1,
     )
 
 

@@ -80,6 +80,8 @@ class ProgramShapes:
     device: jax.Device
     transfers_pages: bool = False
     """Whether pages are ever gathered and scattered, not just copied."""
+    across_hosts: bool = False
+    """Whether the devices are those of several processes."""
     mesh: Mesh | AbstractMesh | None = None
     draft_model: DraftModel | None = None
     medusa: MedusaConfig | None = None
