@@ -139,9 +139,7 @@ class Snapshots:
         entries = self._engine.kv(sequences, cache=core.kv.prefix_caching)
         goes_on = True
         with contextlib.suppress(PageCorruptError, OSError):  # KV that is not saved is recomputed.
-            while (
-                self._engine.hosts.agreed(goes_on)[0] and (entry := next(entries, None)) is not None
-            ):
+            while hosts.agreed(goes_on)[0] and (entry := next(entries, None)) is not None:
                 goes_on = writer is None or _added(writer, *entry, give_up_s)
         with self._agreeing():
             if writer is not None:

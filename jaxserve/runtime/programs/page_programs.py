@@ -16,6 +16,7 @@ from jax import lax
 from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
@@ -24,7 +25,6 @@ from jaxserve.runtime.programs.program_kind import (
     padded,
     partition_specs,
 )
-from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.sampling.speculation import Acceptance, SpeculationState
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
