@@ -1,10 +1,10 @@
-"""Metrics of what is not on the devices: streamed weights, and compressed KV on the host."""
+"""Metrics of what is not on the devices: streamed weights, and KV on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
+from jaxserve.core.steps.offload_counts import HostKVCopies, RecallCounts, WeightReads
 from jaxserve.metrics.metric import Metric
 
 
@@ -19,6 +19,20 @@ def weight_metrics(reads: WeightReads | None) -> dict[str, Metric]:
         "weight_stall_seconds_total": (
             "Time of these that the devices waited for reads",
             reads.stall_s,
+        ),
+    }
+    return _counters(counters)
+
+
+def host_kv_metrics(copies: HostKVCopies | None) -> dict[str, Metric]:
+    """Metrics by exported name; none without KV on the host."""
+    if copies is None:
+        return {}
+    counters = {
+        "kv_host_page_bytes_total": ("Bytes of pages copied to the device", copies.page_bytes),
+        "kv_host_query_bytes_total": (
+            "Bytes of queries copied to pages on the host, and of results back",
+            copies.query_bytes,
         ),
     }
     return _counters(counters)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.expert_loads import ExpertLoads
-from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
+from jaxserve.core.steps.offload_counts import HostKVCopies, RecallCounts, WeightReads
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import StepResults, TokenLogprobs
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
@@ -83,6 +83,12 @@ class Runner:
     def weight_reads(self) -> WeightReads | None:
         """What streamed weights have read; None where all are resident."""
         return self._state.weights.reads
+
+    @property
+    def host_kv_copies(self) -> HostKVCopies | None:
+        """What steps have copied for KV on the host; None without it."""
+        forward = self._kinds.forward
+        return forward.store.copies if isinstance(forward, ForwardWithHostKV) else None
 
     @property
     def recall_counts(self) -> RecallCounts | None:

@@ -19,6 +19,7 @@ IN_USE = {
     },
     "disk_kv_dir": {"disk_kv_dir": "pages", "disk_kv_bytes": 1 << 20},
     "dual_batch_overlap": {"dual_batch_overlap": "on", "tensor_parallel_size": 2},
+    "host_attention": {"host_attention": "enabled", "kv_on": "host"},
     "kv_cache_dtype": {"kv_cache_dtype": "int8"},
     "kv_compression": {"kv_compression": "shadow", "kv_on": "host"},
     "kv_on": {"kv_on": "host"},

@@ -181,6 +181,7 @@ NEEDS = (
         set_to="'host' or 'disk'",
     ),
     Need("resident_kv_tokens", "kv_on", "all KV stays in the pool", set_to="'host'"),
+    Need("host_attention", "kv_on", "all KV stays in the pool", set_to="'host'"),
     Need(
         "kv_compression",
         "kv_on",

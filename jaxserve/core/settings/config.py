@@ -58,6 +58,10 @@ class EngineConfig:
         resident_kv_tokens: with `kv_on` host, tokens of each sequence whose KV stays in the pool,
             the newest; by default all of a sequence that fits the pool, and of a longer one as many
             as a third of the pool holds.
+        host_attention: with `kv_on` host, where the attention to pages on the host is computed:
+            "enabled": on the host, to which queries are copied; "disabled": on the device, to which
+            the pages are; "auto": for each size of a step, the faster by measured rates
+            (docs/offload.md).
         kv_compression: "shadow" with `kv_on` host: decodes of these sequences attend to some chunks
             of the older pages, found by keys of a low rank on the device, and read only their
             values from the host. Answers differ from those of "none" (docs/offload.md).
@@ -141,6 +145,7 @@ class EngineConfig:
     steps_per_weight_read: int = 1
     kv_on: choices.KVOn = "device"
     resident_kv_tokens: int | None = None
+    host_attention: choices.HostAttention = "auto"
     kv_compression: choices.KVCompression = "none"
     shadow_rank: int | None = None
     shadow_budget: int | None = None

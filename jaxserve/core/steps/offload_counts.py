@@ -33,6 +33,15 @@ class WeightReads:
 
 
 @dataclasses.dataclass
+class HostKVCopies:
+    """Bytes copied so far between the device and the host for KV on the host: whole pages to the
+    device, and queries to the host with their results back."""
+
+    page_bytes: int = 0
+    query_bytes: int = 0
+
+
+@dataclasses.dataclass
 class RecallCounts:
     """Chunks of values, each of one KV head of a layer and of `chunk_bytes`, that decodes have
     attended to so far, and those of them that were copied from the host. The others were on the

@@ -25,19 +25,24 @@ from jaxserve.runtime.programs.forward.forward_programs import (
 )
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
+from jaxserve.runtime.programs.host_kv.queries import AttendByQueries
 from jaxserve.runtime.programs.host_kv.shadow import Shadow
-from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, groups_of
+from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, batch_on_host, groups_of
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from pallas_kernels.paged_attention import RaggedBatch
 
 
 class _Running(NamedTuple):
-    """A step on its way through the layers, and what it reads of the host in each."""
+    """A step on its way through the layers, and what it attends to on the host in each."""
 
     entered: Entered
     step: FrozenPlan
     groups: list[Group]
+    """Those that it copies."""
+    on_host: RaggedBatch | None
+    """Pages that it sends its queries to."""
     decodes: Any
     """With compressed keys, its decodes."""
 
@@ -52,13 +57,14 @@ class _Key(NamedTuple):
 
 class ForwardWithHostKV(LayerByLayer):
     """The model layer by layer, and each layer in parts: up to its attention and over the pages in
-    the pool, over each group of pages from the host, and from there on."""
+    the pool, over pages on the host, and from there on."""
 
     def __init__(self, shapes: ProgramShapes, gather: GatherPages) -> None:
         self._shapes, self._gather = shapes, gather
         self._first = Embed(shapes)
         self._enter = _EnterLayer(shapes, self._first)
         self._attend = _AttendGroup(shapes, self._enter)
+        self._by_queries = AttendByQueries(shapes, self._enter.partial, lambda: self.store)
         self._leave = _LeaveLayer(shapes, self._enter)
         self._last = FinalNorm(shapes, self._first)
         self.shadow: Shadow | None = None
@@ -67,7 +73,8 @@ class ForwardWithHostKV(LayerByLayer):
 
     @property
     def kinds(self) -> tuple[ProgramKind[Any], ...]:
-        own = self._first, self._enter, self._attend, self._leave, self._last
+        own = self._first, self._enter, self._attend, *self._by_queries.kinds
+        own = *own, self._leave, self._last
         return own + (self.shadow.kinds if self.shadow else ())
 
     def allocate(self) -> None:
@@ -110,8 +117,12 @@ class ForwardWithHostKV(LayerByLayer):
         if self.shadow is not None:  # Decodes have their own way, and only prompts read groups.
             first_row = entered.key.rows
             decodes = self.shadow.begin_step(entered.key, step)
-        groups = [*groups_of(layout, step, self._shapes.host_group_pages, first_row)]
-        return _Running(entered, step, groups, decodes)
+        groups, on_host = [], None
+        if self._shapes.host_kv.sends_queries(entered.key):
+            on_host = batch_on_host(layout, step, first_row)
+        else:
+            groups = [*groups_of(layout, step, self._shapes.host_group_pages, first_row)]
+        return _Running(entered, step, groups, on_host, decodes)
 
     def _layer(
         self,
@@ -124,7 +135,7 @@ class ForwardWithHostKV(LayerByLayer):
         window: collections.deque[jax.Array],
     ) -> jax.Array:
         """A layer of one step."""
-        entered, step, groups, decodes = running
+        entered, step, groups, on_host, decodes = running
         (slot_mapping,) = entered.slot_mappings
         own = _Key(entered.key, kind)
         partial = self._enter(state, own, layer, params, x, entered.shared, slot_mapping)
@@ -135,6 +146,8 @@ class ForwardWithHostKV(LayerByLayer):
             partial = self._attend(own.step, partial, slot_mapping.batch, staged, group.tables)
             window.append(partial.lse)
             del staged
+        if on_host is not None:
+            partial = self._by_queries(own.step, layer, partial, on_host)
         if decodes is not None:
             partial = self.shadow.attend(own.step, layer, partial, step, decodes)
         return self._leave(own, params, x, entered.shared, partial)
@@ -218,7 +231,7 @@ class _AttendGroup(ProgramKind[ProgramKey]):
         self._enter = enter
 
     def keys(self) -> Iterable[ProgramKey]:
-        return self.shapes.layouts
+        return self.shapes.host_kv.by_pages
 
     def static(self, key: ProgramKey) -> tuple[Any, ...]:
         shapes = self.shapes

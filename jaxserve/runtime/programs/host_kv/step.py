@@ -1,10 +1,10 @@
 """A layer in parts, for sequences whose older pages are on the host.
 
-Attention is an algebra of partial results: over the pages in the pool by `enter_layer`, over groups
-of pages from the host by `attend_group`, one after another, merged by their log-sum-exps. What
-follows the attention is `leave_layer`. A family's layer is one function with the attention within;
-the first part has no use for what comes after it, nor the last for what comes before, and the
-compiler drops both.
+Attention is an algebra of partial results: over the pages in the pool by `enter_layer`, over pages
+on the host by `attend_on_host`, or over groups of these by `attend_group`, one after another,
+merged by their log-sum-exps. What follows the attention is `leave_layer`. A family's layer is one
+function with the attention within; the first part has no use for what comes after it, nor the last
+for what comes before, and the compiler drops both.
 """
 
 from __future__ import annotations
@@ -105,6 +105,30 @@ def attend_group(
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
     )
+    return Partial(partial.q, *merge_two(partial.out, partial.lse, out, lse))
+
+
+def attend_on_host(
+    config: ModelConfig, layout: StepLayout, q: jax.Array, pages: Pages, batch: RaggedBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of queries to all `batch.context` tokens of their rows, whose pages are those of
+    the host: out in the dtype of `q`, and lse. All of these tokens come before the step's."""
+    row, _, owned = owners(batch, len(q))
+    until = jnp.where(owned, batch.context[row], 0)
+    return attend(
+        q,
+        pages,
+        batch,
+        Visible(jnp.zeros_like(until), until),
+        num_decodes=layout.key.decode_tokens,
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+        backend="xla",  # Whatever the other programs run on.
+    )
+
+
+def merge_from_host(partial: Partial, out: jax.Array, lse: jax.Array) -> Partial:
+    """Merges attention that the host has computed into `partial`."""
     return Partial(partial.q, *merge_two(partial.out, partial.lse, out, lse))
 
 

@@ -30,6 +30,7 @@ from jaxserve.runtime.programs.forward.context_parallel import longest_ring_cont
 from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.forward.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
+from jaxserve.runtime.programs.shapes.host_kv import HostKVShapes
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
 from jaxserve.runtime.programs.shapes.state import sampling_shapes, speculation_shapes
@@ -275,6 +276,11 @@ class ProgramShapes:
         """Host pages of a layer that are attended to together, with `kv_on` host."""
         resident = self.config.resident_kv_tokens
         return group_pages(host_kv(self.kv_layout, self.num_pages, self.num_host_pages, resident))
+
+    @functools.cached_property
+    def host_kv(self) -> HostKVShapes | None:
+        """What steps read of pages on the host; None without these."""
+        return HostKVShapes(self) if self.config.kv_on == "host" else None
 
     @functools.cached_property
     def shadow(self) -> ShadowSizes | None:

@@ -1,0 +1,97 @@
+"""Which steps copy pages from the host, which queries to it, and the shape of its pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.runtime.hardware.host_attention import host_device, measure
+from jaxserve.runtime.planning.host_attention import HostRates, HostReads
+from pallas_kernels.paged_attention import PageLayout
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.programs.shapes.program import ProgramShapes
+
+
+@dataclasses.dataclass(frozen=True)
+class HostKVShapes:
+    """Of an engine with `kv_on` host."""
+
+    shapes: ProgramShapes
+
+    def __str__(self) -> str:
+        """What steps do to attend to pages on the host, for a log."""
+        if not self.by_queries:
+            return "copy them"
+        if not self.by_pages:
+            return "send queries"
+        most = max(key.prefill_tokens for key in self.by_queries)
+        of_some = f" and of up to {most:,} prefill tokens" if most else ""
+        return f"send queries of decodes{of_some}, else copy them"
+
+    @property
+    def host(self) -> jax.Device | None:
+        """The device that attends to pages on the host; None where JAX has none."""
+        return host_device()
+
+    @property
+    def pages(self) -> PageLayout:
+        """A layer's pages on the host."""
+        shapes = self.shapes
+        return shapes.kv.pages_of(shapes.local_model, max(1, shapes.num_host_pages))
+
+    @functools.cached_property
+    def reads(self) -> HostReads:
+        """Bytes that steps copy."""
+        shapes, model = self.shapes, self.shapes.local_model
+        return HostReads(
+            num_layers=model.num_layers,
+            heads=model.num_heads,
+            head_dim=model.head_dim,
+            itemsize=shapes.dtype.itemsize,
+            token_bytes=self.pages.page_bytes // shapes.config.page_size,
+        )
+
+    @functools.cached_property
+    def rates(self) -> HostRates | None:
+        """Measured, the first time; None where the device is the host's CPU."""
+        shapes = self.shapes
+        if shapes.device.platform == "cpu":
+            return None
+        one = shapes.kv.pages_of(shapes.local_model, 1)
+        return measure(shapes.device, one, shapes.local_model.num_heads, shapes.dtype)
+
+    def sends_queries(self, key: ProgramKey) -> bool:
+        """Whether such a step sends its queries to the host. One that does not copies the pages.
+        Where it is to be found out, what counts is a context of half of `max_model_len`."""
+        config = self.shapes.config
+        if config.host_attention != "auto" or self.host is None:
+            return config.host_attention == "enabled"
+        tokens = config.max_model_len // 2
+        return self.reads.favour_queries(self.rates, key.rows, key.prefill_tokens, tokens)
+
+    @functools.cached_property
+    def by_queries(self) -> list[ProgramKey]:
+        """The steps that send queries."""
+        return [key for key in self._readers if self.sends_queries(key)]
+
+    @functools.cached_property
+    def by_pages(self) -> list[ProgramKey]:
+        """The steps that copy pages."""
+        return [key for key in self._readers if not self.sends_queries(key)]
+
+    @property
+    def _readers(self) -> list[ProgramKey]:
+        """The steps that attend to whole pages on the host, as decodes with compressed KV do
+        not."""
+        shapes = self.shapes
+        return [key for key in shapes.layouts if key.prefill_tokens or shapes.shadow is None]
+
+    @property
+    def has_window(self) -> bool:
+        """Whether pages are ever copied to the device, for attention or to be compressed."""
+        return bool(self.by_pages) or self.shapes.shadow is not None
