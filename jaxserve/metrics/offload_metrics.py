@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxserve.core.steps.offload_counts import HostKVCopies, RecallCounts, WeightReads
+from jaxserve.core.steps.offload_counts import HostKVCopies, RecallCounts, SparseReads, WeightReads
 from jaxserve.metrics.metric import Metric
 
 
@@ -49,6 +49,17 @@ def recall_metrics(counts: RecallCounts | None) -> dict[str, Metric]:
             "Bytes of these copies",
             counts.copied * counts.chunk_bytes,
         ),
+    }
+    return _counters(counters)
+
+
+def sparse_metrics(reads: SparseReads | None) -> dict[str, Metric]:
+    """Metrics by exported name; none without SparF."""
+    if reads is None:
+        return {}
+    counters = {
+        "kv_sparse_tokens_total": ("Tokens on the host that decodes chose from", reads.tokens),
+        "kv_sparse_attended_tokens_total": ("Of these, attended to", reads.attended),
     }
     return _counters(counters)
 

@@ -45,6 +45,8 @@ IN_USE = {
     "shadow_budget": {"shadow_budget": 2048},
     "shadow_outliers": {"shadow_outliers": 48},
     "shadow_rank": {"shadow_rank": 160},
+    "sparf_budget": {"sparf_budget": 64},
+    "sparf_components": {"sparf_components": 8},
     "shared_prefix_attention": {"shared_prefix_attention": "enabled"},
     "speculative_config": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     "target_step_us": {"target_step_us": 5},

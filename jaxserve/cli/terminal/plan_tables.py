@@ -223,11 +223,14 @@ def _host_reads(decided: EnginePlan) -> list[tuple[str, str]]:
     if memory.shadow is not None:
         num_bytes = memory.shadow.most_recalled_bytes(pages)
         rows.append((f"values that {after} reads, at most", size(num_bytes)))
-    elif host.sends_queries(decode):
+    elif decode in host.by_queries:
         rows.append((f"queries and results of {after}", size(host.reads.query_bytes(1))))
     else:
         num_bytes = host.reads.page_bytes(pages * memory.page_size)
         rows.append((f"KV that {after} reads from the host", size(num_bytes)))
+    if (sparf := decided.shapes.sparf) is not None:
+        label = f"{sparf.components} features of keys, and {sparf.selected:,} tokens, that {after}"
+        rows.append((f"{label} reads", size(sparf.read_bytes(pages * memory.page_size))))
     if config.host_attention == "auto" and host.rates is not None:
         rates = host.rates._asdict().items()
         rows += [(f"measured: {_RATES[name]}", f"{size(int(rate))}/s") for name, rate in rates]

@@ -26,6 +26,8 @@ class EngineSettings(TypedDict, total=False):
     shadow_rank: int | None
     shadow_budget: int | None
     shadow_outliers: int | None
+    sparf_components: int | None
+    sparf_budget: int | None
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

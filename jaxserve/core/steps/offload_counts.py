@@ -55,3 +55,17 @@ class RecallCounts:
     def copied_share(self) -> float:
         """Share of the chunks that were copied, 0..1."""
         return self.copied / max(1, self.attended)
+
+
+@dataclasses.dataclass
+class SparseReads:
+    """Tokens on the host, each of one KV head of a layer, that decodes have chosen from so far, and
+    those that they have attended to."""
+
+    tokens: int = 0
+    attended: int = 0
+
+    @property
+    def share(self) -> float:
+        """Share of the tokens that were attended to, 0..1."""
+        return self.attended / max(1, self.tokens)

@@ -284,11 +284,12 @@ def _check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
             f"kv_on is 'host', but {model.architecture} {which}; it is for models all of whose "
             "layers attend to the whole context. Leave kv_on out."
         )
-    if config.host_attention == "enabled" and host_device() is None:
-        raise ConfigError(
-            "host_attention is 'enabled', but JAX has no CPU device here; add cpu to "
-            "JAX_PLATFORMS, or leave host_attention out."
-        )
+    for name, value in (("host_attention", "enabled"), ("kv_compression", "sparf")):
+        if getattr(config, name) == value and host_device() is None:
+            raise ConfigError(
+                f"{name} is {value!r}, but JAX has no CPU device here; add cpu to JAX_PLATFORMS, "
+                f"or leave {name} out."
+            )
     if config.kv_compression == "shadow" and config.page_size % CHUNK:
         raise ConfigError(
             f"kv_compression is 'shadow', which recalls chunks of {CHUNK} tokens, but page_size is "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.model_config import LayerKind
@@ -25,6 +26,7 @@ from jaxserve.runtime.programs.forward.forward_programs import (
 )
 from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
+from jaxserve.runtime.programs.host_kv.mean_values import MeanValues
 from jaxserve.runtime.programs.host_kv.queries import AttendByQueries
 from jaxserve.runtime.programs.host_kv.shadow import Shadow
 from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, batch_on_host, groups_of
@@ -43,6 +45,8 @@ class _Running(NamedTuple):
     """Those that it copies."""
     on_host: RaggedBatch | None
     """Pages that it sends its queries to."""
+    means: np.ndarray | None
+    """With SparF, the mean values of its decodes, by layer."""
     decodes: Any
     """With compressed keys, its decodes."""
 
@@ -67,6 +71,10 @@ class ForwardWithHostKV(LayerByLayer):
         self._by_queries = AttendByQueries(shapes, self._enter.partial, lambda: self.store)
         self._leave = _LeaveLayer(shapes, self._enter)
         self._last = FinalNorm(shapes, self._first)
+        self.means: MeanValues | None = None
+        if shapes.sparf is not None:
+            page_size = shapes.config.page_size
+            self.means = MeanValues(shapes.sparf, page_size, lambda: self.store)
         self.shadow: Shadow | None = None
         if shapes.shadow is not None:
             self.shadow = Shadow(shapes, lambda: self.store, self._enter.partial)
@@ -113,16 +121,15 @@ class ForwardWithHostKV(LayerByLayer):
     def _running(self, entered: Entered) -> _Running:
         (step,) = entered.steps
         layout = self._shapes.layouts[entered.key]
-        first_row, decodes = 0, None
-        if self.shadow is not None:  # Decodes have their own way, and only prompts read groups.
-            first_row = entered.key.rows
+        host, size = self._shapes.host_kv, self._shapes.host_group_pages
+        groups = [*groups_of(layout, step, size, host.rows_to_device(entered.key))]
+        on_host = batch_on_host(layout, step, host.rows_to_host(entered.key))
+        decodes = means = None
+        if self.shadow is not None:
             decodes = self.shadow.begin_step(entered.key, step)
-        groups, on_host = [], None
-        if self._shapes.host_kv.sends_queries(entered.key):
-            on_host = batch_on_host(layout, step, first_row)
-        else:
-            groups = [*groups_of(layout, step, self._shapes.host_group_pages, first_row)]
-        return _Running(entered, step, groups, on_host, decodes)
+        if self.means is not None:
+            means = self.means.begin_step(step, entered.key.rows)
+        return _Running(entered, step, groups, on_host, means, decodes)
 
     def _layer(
         self,
@@ -135,7 +142,7 @@ class ForwardWithHostKV(LayerByLayer):
         window: collections.deque[jax.Array],
     ) -> jax.Array:
         """A layer of one step."""
-        entered, step, groups, on_host, decodes = running
+        entered, step, groups, on_host, means, decodes = running
         (slot_mapping,) = entered.slot_mappings
         own = _Key(entered.key, kind)
         partial = self._enter(state, own, layer, params, x, entered.shared, slot_mapping)
@@ -147,7 +154,8 @@ class ForwardWithHostKV(LayerByLayer):
             window.append(partial.lse)
             del staged
         if on_host is not None:
-            partial = self._by_queries(own.step, layer, partial, on_host)
+            of_layer = () if means is None else (means[layer],)
+            partial = self._by_queries(own.step, layer, partial, on_host, *of_layer)
         if decodes is not None:
             partial = self.shadow.attend(own.step, layer, partial, step, decodes)
         return self._leave(own, params, x, entered.shared, partial)

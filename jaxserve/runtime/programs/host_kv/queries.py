@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.core.steps.buckets import ProgramKey
@@ -39,12 +40,13 @@ class AttendByQueries:
         return self._attend, self._merge
 
     def __call__(
-        self, key: ProgramKey, layer: int, partial: Partial, batch: RaggedBatch
+        self, key: ProgramKey, layer: int, partial: Partial, batch: RaggedBatch, *means: np.ndarray
     ) -> Partial:
-        """Merges attention to the host's pages of `batch` into `partial`. Waits for nothing."""
+        """Merges attention to the host's pages of `batch` into `partial`; with SparF, `means` has
+        the mean values of decodes in this layer. Waits for nothing."""
         store = self._store()
         q = jax.device_put(partial.q, self._host)
-        results = self._attend(key, q, store.on_host(layer), batch)
+        results = self._attend(key, q, store.on_host(layer), batch, *means)
         store.copies.query_bytes += sum(array.nbytes for array in (q, *results))
         return self._merge(key, partial, *jax.device_put(results, self._device))
 
@@ -68,13 +70,16 @@ class _AttendOnHost(_Kind):
         self.partial = partial
 
     def static(self, key: ProgramKey) -> tuple[Any, ...]:
-        return self.shapes.local_model, self.shapes.layouts[key]
+        return self.shapes.local_model, self.shapes.layouts[key], self.shapes.sparf
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         layout, int32 = self.shapes.layouts[key], self.shapes.int32
         rows = layout.rows
         batch = RaggedBatch(int32(rows, layout.max_pages), int32(rows), int32(rows), int32(rows))
         arrays = self.partial(key).q, self.shapes.host_kv.pages.shapes, batch
+        if (sparf := self.shapes.sparf) is not None:
+            shape = key.rows, sparf.kv_heads, sparf.head_dim
+            arrays = *arrays, jax.ShapeDtypeStruct(shape, np.float32)
         place = SingleDeviceSharding(self.shapes.host_kv.host)
         return jax.tree.map(lambda array: placed(array, place), arrays)
 

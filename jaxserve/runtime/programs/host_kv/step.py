@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import lora, moe
 from jaxserve.models.family import Family, Params
+from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.forward.step import TokenInputs
 from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
 from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.host_kv.sparf_step import attend_to_some
 from pallas_kernels.merge import merge_sinks, merge_two
 from pallas_kernels.page_copy import scatter_pages
 from pallas_kernels.paged_attention import (
@@ -109,22 +111,37 @@ def attend_group(
 
 
 def attend_on_host(
-    config: ModelConfig, layout: StepLayout, q: jax.Array, pages: Pages, batch: RaggedBatch
+    config: ModelConfig,
+    layout: StepLayout,
+    sparf: SparFSizes | None,
+    q: jax.Array,
+    pages: Pages,
+    batch: RaggedBatch,
+    means: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of queries to all `batch.context` tokens of their rows, whose pages are those of
-    the host: out in the dtype of `q`, and lse. All of these tokens come before the step's."""
+    """Attention of queries to the first `batch.context` tokens of their rows, whose pages are those
+    of the host: out in the dtype of `q`, and lse. All of these tokens come before the step's. With
+    SparF, decodes attend to some of them; `means` are their mean values."""
     row, _, owned = owners(batch, len(q))
     until = jnp.where(owned, batch.context[row], 0)
-    return attend(
+    decodes = layout.key.decode_tokens
+    if sparf is not None:
+        until = jnp.where(jnp.arange(len(q)) < decodes, 0, until)
+    out, lse = attend(
         q,
         pages,
         batch,
         Visible(jnp.zeros_like(until), until),
-        num_decodes=layout.key.decode_tokens,
+        num_decodes=decodes,
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
         backend="xla",  # Whatever the other programs run on.
     )
+    if sparf is None or not decodes:
+        return out, lse
+    tables, context = batch.tables[:decodes], batch.context[:decodes]
+    some = attend_to_some(config, sparf, q[:decodes], pages, tables, context, means)
+    return out.at[:decodes].set(some[0].astype(out.dtype)), lse.at[:decodes].set(some[1])
 
 
 def merge_from_host(partial: Partial, out: jax.Array, lse: jax.Array) -> Partial:

@@ -88,12 +88,10 @@ class Group(NamedTuple):
     tables: np.ndarray
 
 
-def groups_of(
-    layout: StepLayout, step: FrozenPlan, size: int, first_row: int = 0
-) -> Iterator[Group]:
-    """The host pages of the rows of a step from `first_row` on, in groups of `size`."""
-    rows = layout.rows_on_host(step)
-    owned = [(row, page) for row, pages in rows if row >= first_row for page in pages]
+def groups_of(layout: StepLayout, step: FrozenPlan, size: int, rows: range) -> Iterator[Group]:
+    """The host pages of some rows of a step, in groups of `size`."""
+    on_host = layout.rows_on_host(step)
+    owned = [(row, page) for row, pages in on_host if row in rows for page in pages]
     for first in range(0, len(owned), size):
         some = owned[first : first + size]
         tables = np.zeros((layout.rows, size + 1), np.int32)
@@ -103,13 +101,13 @@ def groups_of(
         yield Group([page for _, page in some], tables)
 
 
-def batch_on_host(layout: StepLayout, step: FrozenPlan, first_row: int = 0) -> RaggedBatch | None:
-    """The rows of a step, with the host pages of those from `first_row` on, and their tokens as the
-    context; None if there are no such pages."""
+def batch_on_host(layout: StepLayout, step: FrozenPlan, rows: range) -> RaggedBatch | None:
+    """The rows of a step, with the host pages of some of them, and their tokens as the context;
+    None if there are no such pages."""
     tables = np.zeros((layout.rows, layout.max_pages), np.int32)
     context = np.zeros(layout.rows, np.int32)
     for row, pages in layout.rows_on_host(step):
-        if row >= first_row:
+        if row in rows:
             tables[row, : len(pages)] = pages
             context[row] = len(pages) * layout.page_size
     return RaggedBatch(tables, context, *layout.places(step)) if context.any() else None

@@ -76,20 +76,39 @@ class HostKVShapes:
 
     @functools.cached_property
     def by_queries(self) -> list[ProgramKey]:
-        """The steps that send queries."""
-        return [key for key in self._readers if self.sends_queries(key)]
+        """The steps that send queries: those of decodes with SparF too, which only the host has."""
+        of_sparf = self.shapes.sparf is not None
+        return [
+            key
+            for key in self.shapes.layouts
+            if (self._reads_all(key) and self.sends_queries(key)) or (of_sparf and key.rows)
+        ]
 
     @functools.cached_property
     def by_pages(self) -> list[ProgramKey]:
         """The steps that copy pages."""
-        return [key for key in self._readers if not self.sends_queries(key)]
+        layouts = self.shapes.layouts
+        return [key for key in layouts if self._reads_all(key) and not self.sends_queries(key)]
 
-    @property
-    def _readers(self) -> list[ProgramKey]:
-        """The steps that attend to whole pages on the host, as decodes with compressed KV do
-        not."""
-        shapes = self.shapes
-        return [key for key in shapes.layouts if key.prefill_tokens or shapes.shadow is None]
+    def _reads_all(self, key: ProgramKey) -> bool:
+        """Whether such a step attends to all of a sequence's pages on the host, as decodes with
+        compression do not."""
+        return bool(key.prefill_tokens) or self.shapes.config.kv_compression == "none"
+
+    def rows_to_host(self, key: ProgramKey) -> range:
+        """The rows of such a step that send queries."""
+        layout, compression = self.shapes.layouts[key], self.shapes.config.kv_compression
+        first = key.rows if compression == "shadow" else 0
+        if self.sends_queries(key):
+            return range(first, layout.rows)
+        return range(key.rows if compression == "sparf" else 0)
+
+    def rows_to_device(self, key: ProgramKey) -> range:
+        """The rows of such a step whose pages are copied."""
+        if self.sends_queries(key):
+            return range(0)
+        compressed = self.shapes.config.kv_compression != "none"
+        return range(key.rows if compressed else 0, self.shapes.layouts[key].rows)
 
     @property
     def has_window(self) -> bool:
