@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, pool_pages: int, **changes: Any) -> Found:
         "page_size": PAGE_SIZE,
         "enable_prefix_caching": False,
     } | changes
-    page_bytes = token_bytes(options.model, settings) * PAGE_SIZE
+    page_bytes = token_bytes(options.model, settings, PAGE_SIZE) * PAGE_SIZE
     with LLM(options.model, **settings, kv_cache_memory_bytes=(1 + pool_pages) * page_bytes) as llm:
         prompt = [token % 40_000 + 100 for token in range(7, options.context - options.tokens + 8)]
         first = SamplingParams(temperature=0, max_tokens=1)
@@ -115,13 +115,13 @@ def copied(llm: LLM) -> int:
     return copies.page_bytes + copies.query_bytes if copies else 0
 
 
-def token_bytes(model: Path, settings: dict[str, Any]) -> int:
+def token_bytes(model: Path, settings: dict[str, Any], page_size: int) -> int:
     """Bytes of a token's KV."""
     from jaxserve.core.settings.config import EngineConfig
     from jaxserve.runtime.planning import engine_plan
 
     memory = engine_plan.decide(EngineConfig(model=model, **settings)).memory
-    return memory.page_bytes // PAGE_SIZE
+    return memory.page_bytes // page_size
 
 
 if __name__ == "__main__":

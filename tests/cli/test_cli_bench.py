@@ -69,10 +69,8 @@ def test_bench_offline_as_json(run_here, tiny_model):
 COMPRESSED = ("--kv-on=host", "--kv-compression=shadow")
 FULL_RANK = (*COMPRESSED, "--shadow-rank=64", "--shadow-outliers=2")
 ALL_TOKENS = (
-    "--kv-on=host",
-    "--kv-compression=sparf",
-    "--sparf-components=64",
-    "--sparf-budget=96",
+    *("--kv-on=host", "--kv-compression=sparf"),
+    *("--sparf-components=64", "--sparf-budget=256"),
 )
 
 

@@ -103,19 +103,27 @@ def report(
     compressed: int,
     read: tuple[str, float],
 ) -> str:
-    """A table of how far the answers agree, and of what was read. The tokens before a difference
-    count as agreeing: what follows it answers another text."""
-    same = sum(a == b for a, b in zip(expected, found, strict=True))
-    agreeing = total = 0
-    for a, b in zip(expected, found, strict=True):
-        differs = (place for place, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
-        agreeing += next(differs, min(len(a), len(b)))
-        total += max(len(a), len(b))
+    """A table of how far the answers agree, and of what was read."""
+    same, agreeing = agreement(expected, found)
     rows = [
         ("prompts", f"{len(expected):,}"),
         ("longer than the pool, so compressed", f"{compressed:,}"),
         ("answers that are the same", f"{same:,}"),
-        ("tokens before the first difference", f"{agreeing / max(1, total):.1%}"),
+        ("tokens before the first difference", f"{agreeing:.1%}"),
         (read[0], f"{read[1]:.1%}"),
     ]
     return table(rows)
+
+
+def agreement(
+    expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]
+) -> tuple[int, float]:
+    """How many answers are the same, and the share of tokens before the first difference: what
+    follows one answers another text."""
+    same = sum(a == b for a, b in zip(expected, found, strict=True))
+    agreeing = total = 0
+    for a, b in zip(expected, found):
+        differs = (place for place, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
+        agreeing += next(differs, min(len(a), len(b)))
+        total += max(len(a), len(b))
+    return same, agreeing / max(1, total)
