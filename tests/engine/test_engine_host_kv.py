@@ -244,13 +244,16 @@ def test_a_request_that_needs_a_page_more_than_the_host_has_is_refused_alone(mod
 def test_the_plan_counts_the_window_and_the_host(model):
     """The window, where pages are copied to the device."""
     settings = settings_of(model, host_attention="disabled")
-    planned = engine_plan.plan(EngineConfig(model.path, **settings)).memory
+    decided = engine_plan.plan(EngineConfig(model.path, **settings))
+    assert str(decided).endswith("to attend to pages on the host, steps copy them")
+    planned = decided.memory
     assert planned.host_pages == HOST
     of_layer = planned.page_bytes // 3
     assert planned.staging_bytes == planned.kv_window_bytes == 2 * RESIDENT * of_layer
     settings = settings_of(model, host_attention="enabled")
-    planned = engine_plan.plan(EngineConfig(model.path, **settings)).memory
-    assert (planned.host_pages, planned.staging_bytes) == (HOST, 0)
+    decided = engine_plan.plan(EngineConfig(model.path, **settings))
+    assert str(decided).endswith("steps send queries")
+    assert (decided.memory.host_pages, decided.memory.staging_bytes) == (HOST, 0)
     default = settings_of(model) | {"host_kv_bytes": None}
     planned = engine_plan.plan(EngineConfig(model.path, **default)).memory
     assert planned.host_pages == (LENGTH + PAGE) // PAGE - RESIDENT

@@ -52,8 +52,8 @@ class HostReads:
     ) -> bool:
         """Whether a step of some decodes and a chunk of prefill tokens, each after as many tokens
         on the host, takes less time if queries go to the host. The device's own attention takes
-        none: it is faster than any link. Without `rates` the host is the device, which copies
-        pages in vain."""
+        none: it is faster than any link. Without `rates` the host is the device, which need
+        not copy any."""
         if rates is None:
             return True
         tokens, rows = decodes + chunk, decodes + (chunk > 0)

@@ -281,7 +281,10 @@ class ProgramShapes:
     @functools.cached_property
     def host_kv(self) -> HostKVShapes | None:
         """What steps read of pages on the host; None without these."""
-        return HostKVShapes(self) if self.config.kv_on == "host" else None
+        if self.config.kv_on != "host":
+            return None
+        sizes = self.kv, self.num_host_pages, self.device
+        return HostKVShapes(self.config, self.local_model, self.layouts, *sizes)
 
     @functools.cached_property
     def shadow(self) -> ShadowSizes | None:
