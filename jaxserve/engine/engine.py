@@ -45,7 +45,12 @@ from jaxserve.metrics.expert_metrics import expert_metrics
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.metrics.offload_metrics import recall_metrics, weight_metrics
+from jaxserve.metrics.offload_metrics import (
+    host_kv_metrics,
+    recall_metrics,
+    sparse_metrics,
+    weight_metrics,
+)
 from jaxserve.runtime.adapters import AdapterSlots, StagedAdapter
 from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
@@ -114,6 +119,7 @@ class Engine:
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
         self._weights = LiveWeights(plan, runner.memory)
         self.weight_reads, self.recall_counts = runner.weight_reads, runner.recall_counts
+        self.host_kv_copies, self.sparse_reads = runner.host_kv_copies, runner.sparse_reads
         self.expert_loads = runner.expert_loads
         self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)
         self._input = InputProcessor(
@@ -374,7 +380,8 @@ class Engine:
     def get_metrics(self) -> dict[str, Metric]:
         """All metrics, by exported name."""
         of_kv = kv_metrics(self.kv, self.plan.config.max_model_len)
-        of_kv |= recall_metrics(self.recall_counts) | weight_metrics(self.weight_reads)
+        of_kv |= host_kv_metrics(self.host_kv_copies) | recall_metrics(self.recall_counts)
+        of_kv |= sparse_metrics(self.sparse_reads) | weight_metrics(self.weight_reads)
         of_experts = expert_metrics(self.expert_loads)
         return self.metrics.get_metrics(self.log.now()) | of_kv | of_experts
 

@@ -1,10 +1,10 @@
-"""Metrics of what is not on the devices: streamed weights, and compressed KV on the host."""
+"""Metrics of what is not on the devices: streamed weights, and KV on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
+from jaxserve.core.steps.offload_counts import HostKVCopies, RecallCounts, SparseReads, WeightReads
 from jaxserve.metrics.metric import Metric
 
 
@@ -24,6 +24,20 @@ def weight_metrics(reads: WeightReads | None) -> dict[str, Metric]:
     return _counters(counters)
 
 
+def host_kv_metrics(copies: HostKVCopies | None) -> dict[str, Metric]:
+    """Metrics by exported name; none without KV on the host."""
+    if copies is None:
+        return {}
+    counters = {
+        "kv_host_page_bytes_total": ("Bytes of pages copied to the device", copies.page_bytes),
+        "kv_host_query_bytes_total": (
+            "Bytes of queries copied to pages on the host, and of results back",
+            copies.query_bytes,
+        ),
+    }
+    return _counters(counters)
+
+
 def recall_metrics(counts: RecallCounts | None) -> dict[str, Metric]:
     """Metrics by exported name; none without compressed KV."""
     if counts is None:
@@ -35,6 +49,17 @@ def recall_metrics(counts: RecallCounts | None) -> dict[str, Metric]:
             "Bytes of these copies",
             counts.copied * counts.chunk_bytes,
         ),
+    }
+    return _counters(counters)
+
+
+def sparse_metrics(reads: SparseReads | None) -> dict[str, Metric]:
+    """Metrics by exported name; none without SparF."""
+    if reads is None:
+        return {}
+    counters = {
+        "kv_sparse_tokens_total": ("Tokens on the host that decodes chose from", reads.tokens),
+        "kv_sparse_attended_tokens_total": ("Of these, attended to", reads.attended),
     }
     return _counters(counters)
 

@@ -18,7 +18,12 @@ import numpy as np
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.expert_loads import ExpertLoads
-from jaxserve.core.steps.offload_counts import RecallCounts, WeightReads
+from jaxserve.core.steps.offload_counts import (
+    HostKVCopies,
+    RecallCounts,
+    SparseReads,
+    WeightReads,
+)
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import StepResults, TokenLogprobs
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
@@ -85,11 +90,24 @@ class Runner:
         return self._state.weights.reads
 
     @property
+    def host_kv_copies(self) -> HostKVCopies | None:
+        """What steps have copied for KV on the host; None without it."""
+        forward = self._kinds.forward
+        return forward.store.copies if isinstance(forward, ForwardWithHostKV) else None
+
+    @property
     def recall_counts(self) -> RecallCounts | None:
         """What decodes have read of compressed KV; None without compression."""
         forward = self._kinds.forward
         shadow = forward.shadow if isinstance(forward, ForwardWithHostKV) else None
         return shadow and shadow.counts
+
+    @property
+    def sparse_reads(self) -> SparseReads | None:
+        """What decodes have attended to by SparF; None without it."""
+        forward = self._kinds.forward
+        means = forward.means if isinstance(forward, ForwardWithHostKV) else None
+        return means and means.reads
 
     @property
     def expert_loads(self) -> ExpertLoads | None:

@@ -67,15 +67,29 @@ def test_bench_offline_as_json(run_here, tiny_model):
 
 
 COMPRESSED = ("--kv-on=host", "--kv-compression=shadow")
+FULL_RANK = (*COMPRESSED, "--shadow-rank=64", "--shadow-outliers=2")
+ALL_TOKENS = (
+    *("--kv-on=host", "--kv-compression=sparf"),
+    *("--sparf-components=64", "--sparf-budget=256"),
+)
 
 
-def test_bench_accuracy_of_a_full_rank_is_that_of_full_attention(run_here, tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "read", "share"),
+    [
+        (FULL_RANK, "values copied, of those attended to", r"[1-9]\d?\.\d%"),
+        (ALL_TOKENS, "tokens attended to, of those on the host", r"100\.0%"),
+    ],
+)
+def test_bench_accuracy_of_all_that_there_is_is_that_of_full_attention(
+    run_here, tiny_model, tmp_path, options, read, share
+):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"short\n\n{'a long one, ' * 12}\n")
     run = run_here(
-        *("bench", "accuracy", prompts, "--max-tokens=12", *COMPRESSED, "--model", tiny_model),
+        *("bench", "accuracy", prompts, "--max-tokens=12", *options, "--model", tiny_model),
         *("--max-num-batched-tokens=17", "--page-size=16", "--max-model-len=256"),
-        *("--kv-cache-memory-bytes=96KiB", "--shadow-rank=64", "--shadow-outliers=2"),
+        "--kv-cache-memory-bytes=96KiB",
     )
     assert run.status == 0, run.stderr
     told = dict(re.split(r"  +", line.strip()) for line in run.stdout.splitlines())
@@ -83,11 +97,12 @@ def test_bench_accuracy_of_a_full_rank_is_that_of_full_attention(run_here, tiny_
     assert told["longer than the pool, so compressed"] == "1"
     assert told["answers that are the same"] == "2"
     assert told["tokens before the first difference"] == "100.0%"
-    assert 0 < float(told["values copied, of those attended to"].rstrip("%")) < 100
+    assert re.fullmatch(share, told[read])
 
 
 def test_tokens_after_a_difference_do_not_agree():
-    told = report([(1, 2, 3, 4), (5, 6)], [(1, 9, 3, 4), (5, 6)], 1, 0.25)
+    read = ("values copied, of those attended to", 0.25)
+    told = report([(1, 2, 3, 4), (5, 6)], [(1, 9, 3, 4), (5, 6)], 1, read)
     values = dict(re.split(r"  +", line.strip()) for line in told.splitlines())
     assert values["answers that are the same"] == "1"
     assert values["tokens before the first difference"] == f"{3 / 6:.1%}"

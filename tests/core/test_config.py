@@ -118,6 +118,7 @@ def test_what_is_not_said_is_decided():
     chosen = ["devices", "quantization", "target_step_us", "priority_ageing_s"]
     chosen += ["max_loras", "max_lora_rank", "resident_weight_bytes"]
     chosen += ["shadow_rank", "shadow_budget", "shadow_outliers", "resident_kv_tokens"]
+    chosen += ["sparf_components", "sparf_budget"]
     assert sorted(undecided) == sorted([*chosen, "speculative_config", *pools])
     assert EngineConfig().resolve(model("default"), "gpu").dtype == "bfloat16"
     assert EngineConfig(scheduler="medha").resolve(model("default"), "gpu").target_step_us == 50_000

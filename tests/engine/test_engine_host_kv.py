@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import oracle
@@ -121,6 +122,35 @@ def test_two_at_once_and_short_ones(model, llm):
     check_books(llm)
 
 
+def test_pages_and_queries_cost_what_the_formulas_say(model, llm):
+    """The same six decodes after 150 tokens, 8 pages of which are on the host, cost keys and values
+    of these, or queries, results and log-sum-exps of a token, whatever there is on the host."""
+    config, once = model.config, dataclasses.replace(GREEDY, max_tokens=1)
+
+    def of_decodes(llm):
+        copies = llm.engine.host_kv_copies
+        found = []
+        for params in (once, dataclasses.replace(GREEDY, max_tokens=7)):
+            before = copies.page_bytes, copies.query_bytes
+            output = generate(llm, prompt_of(150), params)
+            found.append((copies.page_bytes - before[0], copies.query_bytes - before[1]))
+        metrics = llm.get_metrics()
+        assert metrics["jaxserve:kv_host_page_bytes_total"].value == copies.page_bytes
+        assert metrics["jaxserve:kv_host_query_bytes_total"].value == copies.query_bytes
+        return output, *np.subtract(found[1], found[0])
+
+    layers, heads, dim = 3, config.num_heads, config.head_dim
+    with load(model, host_attention="disabled") as copying:
+        check(model, generate(copying, prompt_of(300), GREEDY))
+        check_books(copying)
+        output, page_bytes, query_bytes = of_decodes(copying)
+    of_page = PAGE * 2 * config.num_kv_heads * dim * 4
+    assert (page_bytes, query_bytes) == (6 * layers * 8 * of_page, 0)
+    sent, page_bytes, query_bytes = of_decodes(llm)
+    assert (page_bytes, query_bytes) == (0, 6 * layers * heads * (2 * dim * 4 + 4))
+    assert sent.outputs[0].token_ids == output.outputs[0].token_ids
+
+
 def errors_of_logprobs(model, llm):
     """How far the log probabilities of a prompt's tokens are from those of a dense pass."""
     prompt = prompt_of(10 * PAGE + 3)
@@ -212,10 +242,18 @@ def test_a_request_that_needs_a_page_more_than_the_host_has_is_refused_alone(mod
 
 
 def test_the_plan_counts_the_window_and_the_host(model):
-    planned = engine_plan.plan_engine(EngineConfig(model.path, **settings_of(model))).memory
+    """The window, where pages are copied to the device."""
+    settings = settings_of(model, host_attention="disabled")
+    decided = engine_plan.plan_engine(EngineConfig(model.path, **settings))
+    assert str(decided).endswith("to attend to pages on the host, steps copy them")
+    planned = decided.memory
     assert planned.host_pages == HOST
     of_layer = planned.page_bytes // 3
     assert planned.staging_bytes == planned.kv_window_bytes == 2 * RESIDENT * of_layer
+    settings = settings_of(model, host_attention="enabled")
+    decided = engine_plan.plan_engine(EngineConfig(model.path, **settings))
+    assert str(decided).endswith("steps send queries")
+    assert (decided.memory.host_pages, decided.memory.staging_bytes) == (HOST, 0)
     default = settings_of(model) | {"host_kv_bytes": None}
     planned = engine_plan.plan_engine(EngineConfig(model.path, **default)).memory
     assert planned.host_pages == (LENGTH + PAGE) // PAGE - RESIDENT

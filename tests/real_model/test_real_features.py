@@ -179,6 +179,7 @@ def test_kv_on_the_host(smollm2_path):
         assert len(prompt) > 9 * llm.plan().memory.kv_tokens
     assert parts.outputs[0].token_ids == whole.outputs[0].token_ids
     shadow = {"kv_on": "host", "kv_compression": "shadow", "shadow_rank": 192}
+    shadow["host_attention"] = "disabled"  # Of the prompt, whose pages are copied.
     with load_alone(smollm2_path, **shadow, **common | pool) as llm:
         recalled = generate(llm, prompt, GREEDY)
         sizes, counts = llm.plan().memory.shadow, llm.engine.recall_counts

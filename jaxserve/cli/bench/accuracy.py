@@ -41,8 +41,8 @@ class Accuracy(Common):
         """Raises ConfigError before a model is loaded."""
         if self.engine.kv_compression == "none":
             raise ConfigError(
-                "kv_compression is 'none', so there is nothing to compare; set it to 'shadow', and "
-                "kv_on to 'host'."
+                "kv_compression is 'none', so there is nothing to compare; set it to 'shadow' or "
+                "'sparf', and kv_on to 'host'."
             )
         if self.max_tokens < 2:
             raise ConfigError(
@@ -52,16 +52,13 @@ class Accuracy(Common):
 
     def run(self) -> int:
         prompts = self._read()
-        full = dataclasses.replace(
-            self.engine,
-            kv_compression="none",
-            shadow_rank=None,
-            shadow_budget=None,
-            shadow_outliers=None,
-        )
+        names = [field.name for field in dataclasses.fields(self.engine)]
+        of_compression = [name for name in names if name.startswith(("shadow_", "sparf_"))]
+        others = dict.fromkeys(of_compression, None)
+        full = dataclasses.replace(self.engine, kv_compression="none", **others)
         expected, _, _ = self._answers(full, prompts)
-        found, compressed, copied = self._answers(self.engine, prompts)
-        print(report(expected, found, compressed, copied))
+        found, compressed, read = self._answers(self.engine, prompts)
+        print(report(expected, found, compressed, read))
         return 0
 
     def _read(self) -> list[str]:
@@ -79,8 +76,9 @@ class Accuracy(Common):
 
     def _answers(
         self, engine: EngineOptions, prompts: Sequence[str]
-    ) -> tuple[list[tuple[int, ...]], int, float]:
-        """The tokens of each answer, how many had compressed KV, and the share of values copied."""
+    ) -> tuple[list[tuple[int, ...]], int, tuple[str, float]]:
+        """The tokens of each answer, how many had compressed KV, and what share of something was
+        read from the host."""
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         with load(engine, None) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -90,30 +88,42 @@ class Accuracy(Common):
                 for output in outputs
             ]
             long = sum(host.on_host(layout.pages_for(length)) > 0 for length in lengths)
-            counts = llm.engine.recall_counts
             answers = [tuple(output.outputs[0].token_ids) for output in outputs]
-            return answers, long, counts.copied_share if counts else 0.0
+            read = ("values copied, of those attended to", 0.0)
+            if (counts := llm.engine.recall_counts) is not None:
+                read = (read[0], counts.copied_share)
+            if (reads := llm.engine.sparse_reads) is not None:
+                read = ("tokens attended to, of those on the host", reads.share)
+            return answers, long, read
 
 
 def report(
     expected: Sequence[tuple[int, ...]],
     found: Sequence[tuple[int, ...]],
     compressed: int,
-    copied: float,
+    read: tuple[str, float],
 ) -> str:
-    """A table of how far the answers agree. The tokens before a difference count as agreeing: what
-    follows it answers another text."""
-    same = sum(a == b for a, b in zip(expected, found, strict=True))
-    agreeing = total = 0
-    for a, b in zip(expected, found, strict=True):
-        differs = (place for place, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
-        agreeing += next(differs, min(len(a), len(b)))
-        total += max(len(a), len(b))
+    """A table of how far the answers agree, and of what was read."""
+    same, agreeing = agreement(expected, found)
     rows = [
         ("prompts", f"{len(expected):,}"),
         ("longer than the pool, so compressed", f"{compressed:,}"),
         ("answers that are the same", f"{same:,}"),
-        ("tokens before the first difference", f"{agreeing / max(1, total):.1%}"),
-        ("values copied, of those attended to", f"{copied:.1%}"),
+        ("tokens before the first difference", f"{agreeing:.1%}"),
+        (read[0], f"{read[1]:.1%}"),
     ]
     return table(rows)
+
+
+def agreement(
+    expected: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]
+) -> tuple[int, float]:
+    """How many answers are the same, and the share of tokens before the first difference: what
+    follows one answers another text."""
+    same = sum(a == b for a, b in zip(expected, found, strict=True))
+    agreeing = total = 0
+    for a, b in zip(expected, found):
+        differs = (place for place, pair in enumerate(zip(a, b)) if pair[0] != pair[1])
+        agreeing += next(differs, min(len(a), len(b)))
+        total += max(len(a), len(b))
+    return same, agreeing / max(1, total)

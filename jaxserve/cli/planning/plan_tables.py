@@ -153,7 +153,8 @@ def _lower_tiers(memory: MemoryPlan) -> list[tuple[str, str]]:
 
         group = group_pages(memory.host_kv)
         label = f"window of KV from the host, {KV_WINDOW} x {group:,} pages of a layer"
-        rows.append((label, size(memory.kv_window_bytes)))
+        if memory.has_kv_window:
+            rows.append((label, size(memory.kv_window_bytes)))
         if memory.shadow is not None:
             label = f"compressed KV of {memory.host_pages:,} host pages, of rank "
             rows.append((label + f"{memory.shadow.rank:,}", size(memory.shadow_bytes)))
@@ -188,13 +189,7 @@ def capacity(decided: EnginePlan) -> str:
                 f"{memory.longest_tokens:,}",
             )
         )
-        pages = memory.host_kv.on_host(layout.pages_for(config.max_model_len))
-        num_bytes = pages * memory.whole_page_bytes
-        label = f"KV that a decode after {config.max_model_len:,} tokens reads from the host"
-        if memory.shadow is not None:
-            label = f"values that a decode after {config.max_model_len:,} tokens reads, at most"
-            num_bytes = memory.shadow.most_recalled_bytes(pages)
-        rows.append((label, size(num_bytes)))
+        rows += _host_reads(decided)
     rows += [
         (f"requests of {length:,} tokens at once", f"{number:,}") for length, number in at_once
     ]
@@ -208,6 +203,38 @@ def capacity(decided: EnginePlan) -> str:
         )
     )
     return table(rows)
+
+
+_RATES = {
+    "to_device": "copies to the device",
+    "to_host": "copies to the host",
+    "decode": "KV that a decode attends to on the host",
+    "chunk": "KV that a prefill token attends to on the host",
+}
+
+
+def _host_reads(decided: EnginePlan) -> list[tuple[str, str]]:
+    """What steps copy to attend to pages on the host, and the rates that this was chosen by."""
+    config, memory, host = decided.config, decided.memory, decided.shapes.host_kv
+    pages = memory.host_kv.on_host(memory.layout.pages_for(config.max_model_len))
+    after = f"a decode after {config.max_model_len:,} tokens"
+    decode = next(key for key in decided.shapes.layouts if not key.prefill_tokens)
+    rows = [("to attend to pages on the host, steps", f"{host}")]
+    if memory.shadow is not None:
+        num_bytes = memory.shadow.most_recalled_bytes(pages)
+        rows.append((f"values that {after} reads, at most", size(num_bytes)))
+    elif decode in host.by_queries:
+        rows.append((f"queries and results of {after}", size(host.reads.query_bytes(1))))
+    else:
+        num_bytes = host.reads.page_bytes(pages * memory.page_size)
+        rows.append((f"KV that {after} reads from the host", size(num_bytes)))
+    if (sparf := decided.shapes.sparf) is not None:
+        label = f"{sparf.components} features of keys, and {sparf.selected:,} tokens, that {after}"
+        rows.append((f"{label} reads", size(sparf.read_bytes(pages * memory.page_size))))
+    if config.host_attention == "auto" and host.rates is not None:
+        rates = host.rates._asdict().items()
+        rows += [(f"measured: {_RATES[name]}", f"{size(int(rate))}/s") for name, rate in rates]
+    return rows
 
 
 def _layers(count: int, window: int | None) -> str:

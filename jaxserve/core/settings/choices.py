@@ -6,8 +6,9 @@ from typing import Literal
 
 AttentionBackend = Literal["auto", "xla", "pallas"]
 DualBatchOverlap = Literal["auto", "on", "off"]
+HostAttention = Literal["auto", "enabled", "disabled"]
 KVCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3"]
-KVCompression = Literal["none", "shadow"]
+KVCompression = Literal["none", "shadow", "sparf"]
 KVOn = Literal["device", "host"]
 LoadFormat = Literal["auto", "dummy"]
 Preemption = Literal["auto", "swap", "recompute"]

@@ -118,7 +118,7 @@ EXCLUSIONS = (
     Exclusion(
         "kv_compression",
         ("kv_cache_dtype",),
-        "quantized keys have lost what a basis is found from",
+        "quantized keys have lost what tokens are found by",
     ),
     Exclusion(
         "dual_batch_overlap",
@@ -181,15 +181,18 @@ NEEDS = (
         set_to="'host' or 'disk'",
     ),
     Need("resident_kv_tokens", "kv_on", "all KV stays in the pool", set_to="'host'"),
+    Need("host_attention", "kv_on", "all KV stays in the pool", set_to="'host'"),
     Need(
         "kv_compression",
         "kv_on",
         "it refuses the sequences longer than the pool, whose KV would be compressed",
         set_to="'host'",
     ),
-    Need("shadow_rank", "kv_compression", "no KV is compressed", set_to="'shadow'"),
-    Need("shadow_budget", "kv_compression", "no KV is compressed", set_to="'shadow'"),
-    Need("shadow_outliers", "kv_compression", "no KV is compressed", set_to="'shadow'"),
+    Need("shadow_rank", "kv_compression", "it is for 'shadow'", "shadow", "'shadow'"),
+    Need("shadow_budget", "kv_compression", "it is for 'shadow'", "shadow", "'shadow'"),
+    Need("shadow_outliers", "kv_compression", "it is for 'shadow'", "shadow", "'shadow'"),
+    Need("sparf_components", "kv_compression", "it is for 'sparf'", "sparf", "'sparf'"),
+    Need("sparf_budget", "kv_compression", "it is for 'sparf'", "sparf", "'sparf'"),
     Need("dual_batch_overlap", "tensor_parallel_size", "there are no sums to overlap"),
     Need("target_step_us", "scheduler", "only 'medha' has a target", value="medha"),
 )

@@ -12,6 +12,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.dtypes import DTYPES, default_dtype, full_dtype
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
@@ -22,6 +23,8 @@ from jaxserve.core.settings.vllm_settings import answer_to
 
 SHADOW_DEFAULTS = {"shadow_rank": 160, "shadow_budget": 2048, "shadow_outliers": 48}
 """Those of ShadowKV's paper (2410.21465)."""
+_SPARF_SHARE = 8
+"""InstInfer's (2409.04992): an eighth of the features, and of the tokens."""
 _OF_NO_PROGRAM = {"of_programs": False}
 """Marks a setting that changes no program, or only by the number of KV pages."""
 
@@ -58,14 +61,24 @@ class EngineConfig:
         resident_kv_tokens: with `kv_on` host, tokens of each sequence whose KV stays in the pool,
             the newest; by default all of a sequence that fits the pool, and of a longer one as many
             as a third of the pool holds.
-        kv_compression: "shadow" with `kv_on` host: decodes of these sequences attend to some chunks
-            of the older pages, found by keys of a low rank on the device, and read only their
-            values from the host. Answers differ from those of "none" (docs/offload.md).
+        host_attention: with `kv_on` host, where the attention to pages on the host is computed:
+            "enabled": on the host, to which queries are copied; "disabled": on the device, to which
+            the pages are; "auto": for each size of a step, the faster by measured rates
+            (docs/offload.md).
+        kv_compression: with `kv_on` host, decodes of these sequences attend to some of the older
+            tokens: "shadow": in chunks, found by keys of a low rank on the device, of which only
+            the values are read from the host; "sparf": found by a few features of all keys, on the
+            host, which computes their attention. Answers differ from those of "none"
+            (docs/offload.md).
         shadow_rank: rank of the compressed keys of a layer, all heads together; at most the size of
             its keys; 160 by default with `kv_compression` shadow.
         shadow_budget: tokens of the older pages that a decode attends to, for each KV head, in
             chunks of eight; 2,048 by default.
         shadow_outliers: chunks of a sequence that are kept exactly on the device; 48 by default.
+        sparf_components: features of keys by which tokens are found with `kv_compression` sparf, of
+            each KV head; an eighth of them by default.
+        sparf_budget: tokens of the older pages that a decode attends to, for each KV head; an
+            eighth of `max_model_len` by default.
         max_model_len: context limit in tokens, prompt and output; by default the model's.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: token budget of a step.
@@ -141,10 +154,13 @@ class EngineConfig:
     steps_per_weight_read: int = 1
     kv_on: choices.KVOn = "device"
     resident_kv_tokens: int | None = None
+    host_attention: choices.HostAttention = "auto"
     kv_compression: choices.KVCompression = "none"
     shadow_rank: int | None = None
     shadow_budget: int | None = None
     shadow_outliers: int | None = None
+    sparf_components: int | None = None
+    sparf_budget: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -212,6 +228,8 @@ class EngineConfig:
             ("shadow_rank", 1),
             ("shadow_budget", 8),
             ("shadow_outliers", 0),
+            ("sparf_components", 1),
+            ("sparf_budget", 1),
             ("disk_kv_bytes", 0),
             ("max_loras", 1),
             ("max_lora_rank", 1),
@@ -378,6 +396,7 @@ class EngineConfig:
                 f"{shares}; set it to a multiple of {shares}."
             )
         step_seqs = share_of_step(seqs, self.steps_per_weight_read)
+        by_sparf = self.kv_compression == "sparf"
         streamed = self.weights_on != "device" or self.kv_on != "device"
         shares_prefixes = self.shared_prefix_attention
         if shares_prefixes == "auto":
@@ -395,6 +414,9 @@ class EngineConfig:
             target_step_us=self.target_step_us
             or ((500_000 if on_cpu else 50_000) if self.scheduler == "medha" else None),
             **{name: self._shadow(name) for name in SHADOW_DEFAULTS},
+            sparf_components=self.sparf_components
+            or (max(1, model.head_dim // _SPARF_SHARE) if by_sparf else None),
+            sparf_budget=self.sparf_budget or (cdiv(length, _SPARF_SHARE) if by_sparf else None),
             max_loras=self.max_loras or (DEFAULT_MAX_LORAS if self.enable_lora else None),
             max_lora_rank=self.max_lora_rank
             or (DEFAULT_MAX_LORA_RANK if self.enable_lora else None),

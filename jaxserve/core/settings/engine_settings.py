@@ -21,10 +21,13 @@ class EngineSettings(TypedDict, total=False):
     steps_per_weight_read: int
     kv_on: choices.KVOn
     resident_kv_tokens: int | None
+    host_attention: choices.HostAttention
     kv_compression: choices.KVCompression
     shadow_rank: int | None
     shadow_budget: int | None
     shadow_outliers: int | None
+    sparf_components: int | None
+    sparf_budget: int | None
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

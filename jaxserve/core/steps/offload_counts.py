@@ -33,6 +33,15 @@ class WeightReads:
 
 
 @dataclasses.dataclass
+class HostKVCopies:
+    """Bytes copied so far between the device and the host for KV on the host: whole pages to the
+    device, and queries to the host with their results back."""
+
+    page_bytes: int = 0
+    query_bytes: int = 0
+
+
+@dataclasses.dataclass
 class RecallCounts:
     """Chunks of values, each of one KV head of a layer and of `chunk_bytes`, that decodes have
     attended to so far, and those of them that were copied from the host. The others were on the
@@ -46,3 +55,17 @@ class RecallCounts:
     def copied_share(self) -> float:
         """Share of the chunks that were copied, 0..1."""
         return self.copied / max(1, self.attended)
+
+
+@dataclasses.dataclass
+class SparseReads:
+    """Tokens on the host, each of one KV head of a layer, that decodes have chosen from so far, and
+    those that they have attended to."""
+
+    tokens: int = 0
+    attended: int = 0
+
+    @property
+    def share(self) -> float:
+        """Share of the tokens that were attended to, 0..1."""
+        return self.attended / max(1, self.tokens)

@@ -35,6 +35,16 @@ def measure(device: jax.Device, file: Path) -> LinkRates:
     """Rates of `device` and of the disk of `file`, which is read while the device computes; the
     writes go to a file beside it. Takes a second or two."""
     host = np.ones(_BYTES, np.uint8)
+    return LinkRates(
+        *copy_rates(device),
+        _BYTES / median_seconds(lambda: _write(file.parent, host)),
+        _contention(device, file),
+    )
+
+
+def copy_rates(device: jax.Device) -> tuple[float, float]:
+    """Bytes a second of copies from the host to the device, and back."""
+    host = np.ones(_BYTES, np.uint8)
     on_device = jax.block_until_ready(jax.device_put(host, device))
 
     def upload() -> None:
@@ -43,15 +53,10 @@ def measure(device: jax.Device, file: Path) -> LinkRates:
     def download() -> None:
         np.array(jax.block_until_ready(on_device + np.uint8(1)))
 
-    return LinkRates(
-        _BYTES / _seconds(upload),
-        _BYTES / _seconds(download),
-        _BYTES / _seconds(lambda: _write(file.parent, host)),
-        _contention(device, file),
-    )
+    return _BYTES / median_seconds(upload), _BYTES / median_seconds(download)
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def median_seconds(work: Callable[[], object]) -> float:
     """The median time of some calls, after one that warms up."""
     times = []
     for _ in range(1 + _REPEATS):
@@ -92,12 +97,12 @@ def _contention(device: jax.Device, file: Path) -> float:
                 os.preadv(opened.fileno(), [memoryview(buffer)], 0)
                 busy_s[0] += time.perf_counter() - begin
 
-    alone_s = _seconds(compute)
+    alone_s = median_seconds(compute)
     thread = threading.Thread(target=read, name="jaxserve-rates", daemon=True)
     thread.start()
     try:
         begin = time.perf_counter()
-        with_reads_s = _seconds(compute)
+        with_reads_s = median_seconds(compute)
         total_s = time.perf_counter() - begin
     finally:
         stop.set()

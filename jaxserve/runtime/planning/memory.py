@@ -38,7 +38,8 @@ class MemoryPlan:
     A page, of any KV group of `layout`, is split over `num_devices` into equal parts of
     `page_bytes` each. `host_pages` and `disk_pages` are whole pages of the lower tiers; on CPUs the
     host tier uses the same memory as everything else. With `kv_on_host` the host's pages are those
-    of sequences longer than the pool; `shadow` is what the device keeps of these, None for nothing.
+    of sequences longer than the pool; `shadow` is what the device keeps of these, None for nothing,
+    and with `has_kv_window` they are copied to the device.
     `pool_limit_bytes` limits the pool, 0 for no limit. `host_weights_bytes` and
     `disk_weights_bytes` are layers that steps read from there, each device its part. The plan may
     exceed the available memory: check `fits`.
@@ -62,6 +63,7 @@ class MemoryPlan:
     kv_on_host: bool = False
     resident_kv_tokens: int | None = None
     shadow: ShadowSizes | None = None
+    has_kv_window: bool = True
 
     @property
     def page_size(self) -> int:
@@ -103,7 +105,7 @@ class MemoryPlan:
     @property
     def kv_window_bytes(self) -> int:
         """The window that such sequences' host pages pass through, layer by layer."""
-        if self.host_kv is None:
+        if self.host_kv is None or not self.has_kv_window:
             return 0
         group = group_pages(self.host_kv) if self.num_pages else KV_GROUP_PAGES
         return KV_WINDOW * group * cdiv(self.page_bytes, self.layout.layers_per_page)
@@ -221,6 +223,7 @@ def plan_memory(
     host_weights_bytes: int = 0,
     disk_weights_bytes: int = 0,
     shadow: ShadowSizes | None = None,
+    has_kv_window: bool = True,
 ) -> MemoryPlan:
     """Decide the KV pool of a resolved config, before programs are compiled. `layout` has the KV
     groups of a pipeline stage, which are those of all stages; a whole page has `whole_page_bytes`.
@@ -262,6 +265,7 @@ def plan_memory(
         kv_on_host=on_host,
         resident_kv_tokens=config.resident_kv_tokens,
         shadow=shadow,
+        has_kv_window=has_kv_window,
     )
     if on_host and config.host_kv_bytes is None:
         most = pages_of_longest * (config.max_num_seqs if config.resident_kv_tokens else 1)

@@ -24,6 +24,7 @@ from jaxserve.runtime.hardware.devices import (
     engine_devices,
     engine_mesh,
 )
+from jaxserve.runtime.hardware.host_attention import host_device
 from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, refusal
 from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory
@@ -56,14 +57,16 @@ class EnginePlan:
 
     def __str__(self) -> str:
         """One line, for a log."""
-        config, memory = self.config, self.memory
+        config, memory, host = self.config, self.memory, self.shapes.host_kv
         streamed = f" (layers on {config.weights_on})" if self.shapes.placement.streamed else ""
+        reads = f"; to attend to pages on the host, steps {host}" if host else ""
         return (
             f"{self.checkpoint.path.name} ({self.shapes.model.architecture}, {config.dtype}) on "
             f"{memory.num_devices} x {self.device.device_kind}: weights "
             f"{gib(memory.weights_bytes)}{streamed}, KV pool {gib(memory.kv_bytes)} for "
             f"{memory.kv_tokens:,} tokens, up to {config.max_num_seqs} sequences, "
             f"{self.admission.num_at_once(config.max_model_len)} of {config.max_model_len:,} tokens"
+            f"{reads}"
         )
 
     @property
@@ -257,6 +260,7 @@ def decide_on(
         shapes.placement.host_bytes,
         shapes.placement.disk_bytes,
         shapes.shadow,
+        shapes.host_kv is not None and shapes.host_kv.has_window,
     )
     shapes = _with_pool(shapes, memory)
     return EnginePlan(config, checkpoint, shapes, memory, device, draft_checkpoint)
@@ -280,6 +284,12 @@ def _check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
             f"kv_on is 'host', but {model.architecture} {which}; it is for models all of whose "
             "layers attend to the whole context. Leave kv_on out."
         )
+    for name, value in (("host_attention", "enabled"), ("kv_compression", "sparf")):
+        if getattr(config, name) == value and host_device() is None:
+            raise ConfigError(
+                f"{name} is {value!r}, but JAX has no CPU device here; add cpu to JAX_PLATFORMS, "
+                f"or leave {name} out."
+            )
     if config.kv_compression == "shadow" and config.page_size % CHUNK:
         raise ConfigError(
             f"kv_compression is 'shadow', which recalls chunks of {CHUNK} tokens, but page_size is "

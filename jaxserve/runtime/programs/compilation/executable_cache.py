@@ -48,7 +48,11 @@ class ExecutableCache:
         programs = cache_directory() / "programs"
         self.directory = programs / _digest("\n".join((_devices(devices), description)))
         self._lowered = programs / "lowered"
-        self._devices = list(devices)
+        self._description, self._devices = description, list(devices)
+
+    def on(self, devices: Sequence[jax.Device]) -> ExecutableCache:
+        """The cache of the same engine's programs on other devices."""
+        return ExecutableCache(self._description, devices)
 
     def load(self, name: str) -> jax.stages.Compiled | None:
         """The executable stored under `name`; None when there is none or it cannot be read."""

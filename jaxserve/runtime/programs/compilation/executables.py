@@ -26,7 +26,8 @@ class ProgramSpec:
     `arguments` are trees of jax.ShapeDtypeStruct; `donated` are positions of donated arguments.
     With arguments on a mesh, the function runs per device on its shards (shard_map), and `outputs`
     are the PartitionSpecs of its results. `cached_by_name`: the name and the engine's description
-    determine the program; one with a caller's functions must be lowered to be found.
+    determine the program; one with a caller's functions must be lowered to be found. `elsewhere`:
+    the device that it runs on, if that is none of the engine's.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ProgramSpec:
     donated: tuple[int, ...] = ()
     outputs: Any = None
     cached_by_name: bool = True
+    elsewhere: jax.Device | None = None
 
     def lower(self) -> jax.stages.Lowered:
         return self._jitted().lower(*self.arguments)
@@ -58,7 +60,8 @@ class ProgramSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program. `temp_bytes` is its scratch memory, without arguments and results."""
+    """A compiled program. `temp_bytes` is its scratch memory, without arguments and results, and
+    `output_bytes` that of its results; both 0 of one that runs on none of the engine's devices."""
 
     name: str
     call: jax.stages.Compiled
@@ -114,12 +117,15 @@ class Compilation:
         self._futures: list[Future[Program]] = [self._pool.submit(self._build, s) for s in specs]
 
     def _build(self, spec: ProgramSpec) -> Program:
-        by_name = self._cache if spec.cached_by_name else None
+        cache = self._cache
+        if cache and spec.elsewhere:
+            cache = cache.on([spec.elsewhere])
+        by_name = cache if spec.cached_by_name else None
         compiled = by_name.load(spec.name) if by_name else None
         from_cache = compiled is not None
         if compiled is None:
             lowered = spec.lower()
-            cache = None if fell_back_for_now() else self._cache
+            cache = None if fell_back_for_now() else cache
             compiled = cache.load_lowered(spec.name, lowered) if cache else None
             from_cache = compiled is not None
             if compiled is None:
@@ -128,11 +134,12 @@ class Compilation:
                 if cache:
                     cache.store(spec.name, lowered, compiled)
         memory = compiled.memory_analysis()
+        here = spec.elsewhere is None
         program = Program(
             name=spec.name,
             call=compiled,
-            temp_bytes=memory.temp_size_in_bytes,
-            output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            temp_bytes=here * memory.temp_size_in_bytes,
+            output_bytes=here * (memory.output_size_in_bytes - memory.alias_size_in_bytes),
             from_cache=from_cache,
         )
         self._on_done(program)

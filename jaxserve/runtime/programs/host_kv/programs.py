@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.model_config import LayerKind
@@ -24,20 +25,28 @@ from jaxserve.runtime.programs.forward.forward_programs import (
     LayerByLayer,
 )
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
+from jaxserve.runtime.programs.host_kv.mean_values import MeanValues
+from jaxserve.runtime.programs.host_kv.queries import AttendByQueries
 from jaxserve.runtime.programs.host_kv.shadow import Shadow
-from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, groups_of
+from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, batch_on_host, groups_of
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from pallas_kernels.paged_attention import RaggedBatch
 
 
 class _Running(NamedTuple):
-    """A step on its way through the layers, and what it reads of the host in each."""
+    """A step on its way through the layers, and what it attends to on the host in each."""
 
     entered: Entered
     step: FrozenPlan
     groups: list[Group]
+    """Those that it copies."""
+    on_host: RaggedBatch | None
+    """Pages that it sends its queries to."""
+    means: np.ndarray | None
+    """With SparF, the mean values of its decodes, by layer."""
     decodes: Any
     """With compressed keys, its decodes."""
 
@@ -52,22 +61,28 @@ class _Key(NamedTuple):
 
 class ForwardWithHostKV(LayerByLayer):
     """The model layer by layer, and each layer in parts: up to its attention and over the pages in
-    the pool, over each group of pages from the host, and from there on."""
+    the pool, over pages on the host, and from there on."""
 
     def __init__(self, shapes: ProgramShapes, gather: GatherPages) -> None:
         self._shapes, self._gather = shapes, gather
         self._first = Embed(shapes)
         self._enter = _EnterLayer(shapes, self._first)
         self._attend = _AttendGroup(shapes, self._enter)
+        self._by_queries = AttendByQueries(shapes, self._enter.partial, lambda: self.store)
         self._leave = _LeaveLayer(shapes, self._enter)
         self._last = FinalNorm(shapes, self._first)
+        self.means: MeanValues | None = None
+        if shapes.sparf is not None:
+            page_size = shapes.config.page_size
+            self.means = MeanValues(shapes.sparf, page_size, lambda: self.store)
         self.shadow: Shadow | None = None
         if shapes.shadow is not None:
             self.shadow = Shadow(shapes, lambda: self.store, self._enter.partial)
 
     @property
     def kinds(self) -> tuple[ProgramKind[Any], ...]:
-        own = self._first, self._enter, self._attend, self._leave, self._last
+        own = self._first, self._enter, self._attend, *self._by_queries.kinds
+        own = *own, self._leave, self._last
         return own + (self.shadow.kinds if self.shadow else ())
 
     def allocate(self) -> None:
@@ -106,12 +121,15 @@ class ForwardWithHostKV(LayerByLayer):
     def _running(self, entered: Entered) -> _Running:
         (step,) = entered.steps
         layout = self._shapes.layouts[entered.key]
-        first_row, decodes = 0, None
-        if self.shadow is not None:  # Decodes have their own way, and only prompts read groups.
-            first_row = entered.key.rows
+        host, size = self._shapes.host_kv, self._shapes.host_group_pages
+        groups = [*groups_of(layout, step, size, host.rows_to_device(entered.key))]
+        on_host = batch_on_host(layout, step, host.rows_to_host(entered.key))
+        decodes = means = None
+        if self.shadow is not None:
             decodes = self.shadow.begin_step(entered.key, step)
-        groups = [*groups_of(layout, step, self._shapes.host_group_pages, first_row)]
-        return _Running(entered, step, groups, decodes)
+        if self.means is not None:
+            means = self.means.begin_step(step, entered.key.rows)
+        return _Running(entered, step, groups, on_host, means, decodes)
 
     def _layer(
         self,
@@ -124,7 +142,7 @@ class ForwardWithHostKV(LayerByLayer):
         window: collections.deque[jax.Array],
     ) -> jax.Array:
         """A layer of one step."""
-        entered, step, groups, decodes = running
+        entered, step, groups, on_host, means, decodes = running
         (slot_mapping,) = entered.slot_mappings
         own = _Key(entered.key, kind)
         partial = self._enter(state, own, layer, params, x, entered.shared, slot_mapping)
@@ -135,6 +153,9 @@ class ForwardWithHostKV(LayerByLayer):
             partial = self._attend(own.step, partial, slot_mapping.batch, staged, group.tables)
             window.append(partial.lse)
             del staged
+        if on_host is not None:
+            of_layer = () if means is None else (means[layer],)
+            partial = self._by_queries(own.step, layer, partial, on_host, *of_layer)
         if decodes is not None:
             partial = self.shadow.attend(own.step, layer, partial, step, decodes)
         return self._leave(own, params, x, entered.shared, partial)
@@ -218,7 +239,7 @@ class _AttendGroup(ProgramKind[ProgramKey]):
         self._enter = enter
 
     def keys(self) -> Iterable[ProgramKey]:
-        return self.shapes.layouts
+        return self.shapes.host_kv.by_pages
 
     def static(self, key: ProgramKey) -> tuple[Any, ...]:
         shapes = self.shapes

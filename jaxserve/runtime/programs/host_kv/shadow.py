@@ -134,7 +134,7 @@ class Shadow:
         keys, values = np.zeros(shape, dtype), np.zeros(shape, dtype)
         for place, chunk in enumerate(chunks):
             page, part = divmod(int(chunk), sizes.page_chunks)
-            k, v = self._on_host(layer, pages[page])
+            k, v = self._store().page(layer, pages[page])
             tokens = slice(part * CHUNK, (part + 1) * CHUNK)
             at = slice(place * CHUNK, (place + 1) * CHUNK)
             keys[:, at], values[:, at] = k[:, :, tokens].swapaxes(1, 2), v[:, tokens]
@@ -194,16 +194,9 @@ class Shadow:
         there[places] = new
         return there, places.tolist()
 
-    def _on_host(self, layer: int, page: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys [kv_heads, head_dim, page_size] and values [kv_heads, page_size, head_dim]."""
-        sizes, staged = self.sizes, self._store().page(layer, page)
-        half = sizes.width * sizes.page_size
-        k = staged[:half].reshape(sizes.kv_heads, sizes.head_dim, sizes.page_size)
-        return k, staged[half:].reshape(sizes.kv_heads, sizes.page_size, sizes.head_dim)
-
     def _values(self, layer: int, pages: np.ndarray, head: int, chunk: int) -> np.ndarray:
         page, part = divmod(chunk, self.sizes.page_chunks)
-        _, values = self._on_host(layer, int(pages[page]))
+        _, values = self._store().page(layer, int(pages[page]))
         return values[head, part * CHUNK : (part + 1) * CHUNK]
 
     def _no_gram(self) -> jax.Array:

@@ -1,10 +1,10 @@
 """A layer in parts, for sequences whose older pages are on the host.
 
-Attention is an algebra of partial results: over the pages in the pool by `enter_layer`, over groups
-of pages from the host by `attend_group`, one after another, merged by their log-sum-exps. What
-follows the attention is `leave_layer`. A family's layer is one function with the attention within;
-the first part has no use for what comes after it, nor the last for what comes before, and the
-compiler drops both.
+Attention is an algebra of partial results: over the pages in the pool by `enter_layer`, over pages
+on the host by `attend_on_host`, or over groups of these by `attend_group`, one after another,
+merged by their log-sum-exps. What follows the attention is `leave_layer`. A family's layer is one
+function with the attention within; the first part has no use for what comes after it, nor the last
+for what comes before, and the compiler drops both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import lora, moe
 from jaxserve.models.family import Family, Params
+from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.forward.step import TokenInputs
+from jaxserve.runtime.programs.host_kv.sparf_step import attend_to_some
 from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from pallas_kernels.merge import merge_sinks, merge_two
@@ -105,6 +107,45 @@ def attend_group(
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,
     )
+    return Partial(partial.q, *merge_two(partial.out, partial.lse, out, lse))
+
+
+def attend_on_host(
+    config: ModelConfig,
+    layout: StepLayout,
+    sparf: SparFSizes | None,
+    q: jax.Array,
+    pages: Pages,
+    batch: RaggedBatch,
+    means: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of queries to the first `batch.context` tokens of their rows, whose pages are those
+    of the host: out in the dtype of `q`, and lse. All of these tokens come before the step's. With
+    SparF, decodes attend to some of them; `means` are their mean values."""
+    row, _, owned = owners(batch, len(q))
+    until = jnp.where(owned, batch.context[row], 0)
+    decodes = layout.key.decode_tokens
+    if sparf is not None:
+        until = jnp.where(jnp.arange(len(q)) < decodes, 0, until)
+    out, lse = attend(
+        q,
+        pages,
+        batch,
+        Visible(jnp.zeros_like(until), until),
+        num_decodes=decodes,
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+        backend="xla",  # Whatever the other programs run on.
+    )
+    if sparf is None or not decodes:
+        return out, lse
+    tables, context = batch.tables[:decodes], batch.context[:decodes]
+    some = attend_to_some(config, sparf, q[:decodes], pages, tables, context, means)
+    return out.at[:decodes].set(some[0].astype(out.dtype)), lse.at[:decodes].set(some[1])
+
+
+def merge_from_host(partial: Partial, out: jax.Array, lse: jax.Array) -> Partial:
+    """Merges attention that the host has computed into `partial`."""
     return Partial(partial.q, *merge_two(partial.out, partial.lse, out, lse))
 
 

@@ -1,4 +1,4 @@
-"""The pages of long sequences in host memory, and which of them steps read together."""
+"""The pages of long sequences in host memory, and which of them steps read."""
 
 from __future__ import annotations
 
@@ -9,41 +9,75 @@ import jax
 import numpy as np
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.steps.offload_counts import HostKVCopies
+from jaxserve.models.loading.assemble import aligned_empty
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from pallas_kernels.page_copy.rows import elements_of_each
+from pallas_kernels.paged_attention import Pages, RaggedBatch
 
 
 class HostKVStore:
-    """The host's pages, layer by layer, in host memory. All calls are between steps' programs."""
+    """The host's pages, layer by layer, in host memory, in the layout of the pool: the host attends
+    to them where they are. All calls are between steps' programs."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
         """Raises ConfigError when the host has no memory for them."""
-        staged = shapes.kv.staging(1, 1)
-        shape = (len(shapes.kv.abstract), shapes.num_host_pages, staged.shape[1])
+        of_layer, staged = shapes.host_kv.pages.shapes, shapes.kv.staging(1, 1)
         try:
-            self._pages = np.empty(shape, staged.dtype)
+            self._layers: list[Pages] = [
+                jax.tree.map(lambda array: aligned_empty(array.shape, array.dtype), of_layer)
+                for _ in shapes.kv.abstract
+            ]
         except MemoryError:
             raise ConfigError(
                 f"kv_on is 'host', but the host has no memory for {shapes.num_host_pages} pages of "
                 f"{shapes.kv.whole_page_bytes} bytes; set host_kv_bytes to less."
             ) from None
-        self._place = staged.sharding
+        # The parts of a page's row in a staging array, as arrays [pages, elements].
+        self._parts = [
+            [array.reshape(len(array), -1).view(staged.dtype) for array in jax.tree.leaves(layer)]
+            for layer in self._layers
+        ]
+        self._ends = np.cumsum(elements_of_each([of_layer])).tolist()
+        self._dtype, self._place = staged.dtype, staged.sharding
         self._group = shapes.host_group_pages
+        self._host = shapes.host_kv.host
+        self._on_host: dict[int, Pages] = {}
+        self.copies = HostKVCopies()
 
     def write(self, layer: int, pages: Sequence[int], staged: jax.Array) -> None:
         """Copies the first rows of gathered pages; waits for the device."""
-        self._pages[layer, list(pages)] = np.asarray(staged)[: len(pages)]
+        rows, start = np.asarray(staged)[: len(pages)], 0
+        for part, end in zip(self._parts[layer], self._ends):
+            part[list(pages)] = rows[:, start:end]
+            start = end
 
-    def page(self, layer: int, page: int) -> np.ndarray:
-        """The elements of a page."""
-        return self._pages[layer, page]
+    def page(self, layer: int, page: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys [kv_heads, head_dim, page_size] and values [kv_heads, page_size, head_dim]."""
+        of_layer = self._layers[layer]
+        return of_layer.k[page], of_layer.v[page]
 
     def read(self, layer: int, pages: Sequence[int]) -> jax.Array:
         """A group on the device, or on its way there, padded."""
-        group = np.zeros((self._group, self._pages.shape[2]), self._pages.dtype)
-        np.take(self._pages[layer], pages, axis=0, out=group[: len(pages)])
+        group, start = np.zeros((self._group, self._ends[-1]), self._dtype), 0
+        for part, end in zip(self._parts[layer], self._ends):
+            group[: len(pages), start:end] = part[list(pages)]
+            start = end
+        self.copies.page_bytes += group.nbytes
         return jax.device_put(group, self._place)
+
+    def on_host(self, layer: int) -> Pages:
+        """All pages of a layer as arrays of the host's device, which are no copies: what is written
+        later is in them."""
+        if layer not in self._on_host:
+            pages = self._layers[layer]
+            arrays = jax.tree.map(lambda part: jax.device_put(part, self._host), pages)
+            for part, array in zip(jax.tree.leaves(pages), jax.tree.leaves(arrays)):
+                assert array.unsafe_buffer_pointer() == part.ctypes.data
+            self._on_host[layer] = arrays
+        return self._on_host[layer]
 
 
 class Group(NamedTuple):
@@ -54,12 +88,10 @@ class Group(NamedTuple):
     tables: np.ndarray
 
 
-def groups_of(
-    layout: StepLayout, step: FrozenPlan, size: int, first_row: int = 0
-) -> Iterator[Group]:
-    """The host pages of the rows of a step from `first_row` on, in groups of `size`."""
-    rows = layout.rows_on_host(step)
-    owned = [(row, page) for row, pages in rows if row >= first_row for page in pages]
+def groups_of(layout: StepLayout, step: FrozenPlan, size: int, rows: range) -> Iterator[Group]:
+    """The host pages of some rows of a step, in groups of `size`."""
+    on_host = layout.rows_on_host(step)
+    owned = [(row, page) for row, pages in on_host if row in rows for page in pages]
     for first in range(0, len(owned), size):
         some = owned[first : first + size]
         tables = np.zeros((layout.rows, size + 1), np.int32)
@@ -67,3 +99,15 @@ def groups_of(
             tables[row, tables[row, size]] = place
             tables[row, size] += 1
         yield Group([page for _, page in some], tables)
+
+
+def batch_on_host(layout: StepLayout, step: FrozenPlan, rows: range) -> RaggedBatch | None:
+    """The rows of a step, with the host pages of some of them, and their tokens as the context;
+    None if there are no such pages."""
+    tables = np.zeros((layout.rows, layout.max_pages), np.int32)
+    context = np.zeros(layout.rows, np.int32)
+    for row, pages in layout.rows_on_host(step):
+        if row in rows:
+            tables[row, : len(pages)] = pages
+            context[row] = len(pages) * layout.page_size
+    return RaggedBatch(tables, context, *layout.places(step)) if context.any() else None

@@ -200,6 +200,11 @@ class StepLayout:
         views["starts"][self.key.rows + len(step.prefills) :] = start
         return vector
 
+    def places(self, step: FrozenPlan) -> tuple[np.ndarray, np.ndarray]:
+        """The first token of each row, and their numbers, int32 [rows] each."""
+        views = self._views(self.pack(step))
+        return views["starts"], views["lengths"]
+
     def rows_on_host(self, step: FrozenPlan) -> Iterator[tuple[int, SequenceOf[int]]]:
         """The rows of `step` whose first pages are on the host, with these pages."""
         num_decodes = len(step.slots)

@@ -26,9 +26,11 @@ from jaxserve.runtime.hardware.arrays import ArrayShapes, placed, tree_bytes
 from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
+from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.layout.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
+from jaxserve.runtime.programs.shapes.host_kv import HostKVShapes
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
 from jaxserve.runtime.programs.shapes.ring import longest_ring_context
@@ -284,6 +286,14 @@ class ProgramShapes:
         return group_pages(host_kv(self.kv_layout, self.num_pages, self.num_host_pages, resident))
 
     @functools.cached_property
+    def host_kv(self) -> HostKVShapes | None:
+        """What steps read of pages on the host; None without these."""
+        if self.config.kv_on != "host":
+            return None
+        sizes = self.kv, self.num_host_pages, self.device
+        return HostKVShapes(self.config, self.local_model, self.layouts, *sizes)
+
+    @functools.cached_property
     def shadow(self) -> ShadowSizes | None:
         """Sizes of compressed KV; None without compression."""
         config, model = self.config, self.local_model
@@ -300,6 +310,21 @@ class ProgramShapes:
             rank=min(config.shadow_rank, model.num_kv_heads * model.head_dim),
             recalled=min(config.shadow_budget // CHUNK, chunks),
             outliers=min(config.shadow_outliers, chunks),
+        )
+
+    @functools.cached_property
+    def sparf(self) -> SparFSizes | None:
+        """Sizes of sparse attention on the host; None without it."""
+        config, model = self.config, self.local_model
+        if config.kv_compression != "sparf":
+            return None
+        return SparFSizes(
+            num_layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            itemsize=self.dtype.itemsize,
+            components=min(config.sparf_components, model.head_dim),
+            selected=min(config.sparf_budget, self.max_pages * config.page_size),
         )
 
     @functools.cached_property

@@ -1,0 +1,107 @@
+"""Programs of steps that send their queries to the pages on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.runtime.hardware.arrays import placed
+from jaxserve.runtime.programs.compilation.executables import ProgramSpec
+from jaxserve.runtime.programs.host_kv import step as host_kv_step
+from jaxserve.runtime.programs.host_kv.step import Partial
+from jaxserve.runtime.programs.host_kv.store import HostKVStore
+from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from pallas_kernels.paged_attention import RaggedBatch
+
+PartialOf = Callable[[ProgramKey], Partial]
+"""Shapes of the partial attention of such a step."""
+
+
+class AttendByQueries:
+    """Attention to pages on the host, computed there."""
+
+    def __init__(
+        self, shapes: ProgramShapes, partial: PartialOf, store: Callable[[], HostKVStore]
+    ) -> None:
+        """`store()` has the host's pages."""
+        self._attend = _AttendOnHost(shapes, partial)
+        self._merge = _MergeFromHost(shapes, self._attend)
+        self._store, self._device = store, shapes.device
+        self._host = shapes.host_kv.host
+
+    @property
+    def kinds(self) -> tuple[ProgramKind[Any], ...]:
+        return self._attend, self._merge
+
+    def __call__(
+        self, key: ProgramKey, layer: int, partial: Partial, batch: RaggedBatch, *means: np.ndarray
+    ) -> Partial:
+        """Merges attention to the host's pages of `batch` into `partial`; with SparF, `means` has
+        the mean values of decodes in this layer. Waits for nothing."""
+        store = self._store()
+        q = jax.device_put(partial.q, self._host)
+        results = self._attend(key, q, store.on_host(layer), batch, *means)
+        store.copies.query_bytes += sum(array.nbytes for array in (q, *results))
+        return self._merge(key, partial, *jax.device_put(results, self._device))
+
+
+class _Kind(ProgramKind[ProgramKey]):
+    def keys(self) -> Iterable[ProgramKey]:
+        return self.shapes.host_kv.by_queries if self.shapes.host_kv.host else ()
+
+    def __call__(self, key: ProgramKey, *arguments: Any) -> Any:
+        return self._executables[key](*arguments)
+
+
+class _AttendOnHost(_Kind):
+    """Runs on the host's CPU."""
+
+    title = "attend-on-host"
+    pure = host_kv_step.attend_on_host
+
+    def __init__(self, shapes: ProgramShapes, partial: PartialOf) -> None:
+        super().__init__(shapes)
+        self.partial = partial
+
+    def static(self, key: ProgramKey) -> tuple[Any, ...]:
+        return self.shapes.local_model, self.shapes.layouts[key], self.shapes.sparf
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        layout, int32 = self.shapes.layouts[key], self.shapes.int32
+        rows = layout.rows
+        batch = RaggedBatch(int32(rows, layout.max_pages), int32(rows), int32(rows), int32(rows))
+        arrays = self.partial(key).q, self.shapes.host_kv.pages.shapes, batch
+        if (sparf := self.shapes.sparf) is not None:
+            shape = key.rows, sparf.kv_heads, sparf.head_dim
+            arrays = *arrays, jax.ShapeDtypeStruct(shape, np.float32)
+        place = SingleDeviceSharding(self.shapes.host_kv.host)
+        return jax.tree.map(lambda array: placed(array, place), arrays)
+
+    def spec(self, key: ProgramKey) -> ProgramSpec:
+        host = self.shapes.host_kv.host
+        elsewhere = None if host == self.shapes.device else host
+        function, arguments = self.function(key), self.uploads(key)
+        return ProgramSpec(self.name(key), function, arguments, elsewhere=elsewhere)
+
+
+class _MergeFromHost(_Kind):
+    title = "merge-from-host"
+    pure = host_kv_step.merge_from_host
+
+    def __init__(self, shapes: ProgramShapes, attend: _AttendOnHost) -> None:
+        super().__init__(shapes)
+        self._attend = attend
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        place = self.shapes.arrays.sharding()
+        results = self._attend.spec(key).results()
+        return self._attend.partial(key), *(placed(array, place) for array in results)
+
+    def spec(self, key: ProgramKey) -> ProgramSpec:
+        return ProgramSpec(self.name(key), self.function(key), self.uploads(key))
