@@ -31,7 +31,7 @@ from jaxserve.offline.offload_policy import (
     Problem,
 )
 from jaxserve.runtime.hardware import link_rates
-from jaxserve.runtime.weights.loading import layer_file
+from jaxserve.runtime.startup.loading import layer_file
 
 MIB = 1 << 20
 PROMPT = 32

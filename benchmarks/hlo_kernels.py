@@ -29,7 +29,7 @@ class Kernel:
 
     moved_bytes: operands and results, of a gather or an update in place only the part; without
         pages, which an attention kernel reads a part of. copies_pool, transposes: whether it does.
-    loops: whether it is a loop or a choice that the host drives.
+    loops: whether it is a loop or a choice for which the host waits.
     """
 
     name: str
@@ -56,7 +56,8 @@ class _Instruction:
 
 
 def kernels_of(hlo: str, *, pool_bytes: int) -> list[Kernel]:
-    """Kernels of a program, in order. The bodies of loops count once.
+    """Kernels of a program, in order. The bodies of loops count as often as they run, if that is
+    known, and otherwise once.
 
     pool_bytes: of an array of pages. Arrays as large count as pages where a kernel written by hand
     takes them, and are not to be copied.
@@ -85,16 +86,17 @@ def _launches(computations, name, pool_bytes):
     for each in own.values():
         called = re.findall(
             r"(?:calls|to_apply|body|branch_computations|true_computation|false_computation)="
-            r"\{?((?:%?[\w.\-]+(?:, )?)+)\}?",
+            r"\{?((?:%[\w.\-]+(?:, )?)+)\}?",
             each.rest,
         )
-        called = [c.strip("%") for group in called for c in group.split(", ")]
+        called = re.findall(r"%([\w.\-]+)", " ".join(called))
         if each.op in _FREE:
             continue
         if each.op in ("call", "while", "conditional"):
-            if each.op != "call":
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', each.rest)
+            if each.op != "call" and not trips:
                 yield Kernel(each.name, each.op, _source(each), 0, loops=True)
-            for body in called:
+            for body in called * (int(trips[1]) if trips else 1):
                 yield from _launches(computations, body, pool_bytes)
             continue
         inputs = [own[operand] for operand in each.operands if operand in own]

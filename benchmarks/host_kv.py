@@ -118,7 +118,7 @@ def copied(llm: LLM) -> int:
 def token_bytes(model: Path, settings: dict[str, Any], page_size: int) -> int:
     """Bytes of a token's KV."""
     from jaxserve.core.settings.config import EngineConfig
-    from jaxserve.runtime.planning import engine_plan
+    from jaxserve.runtime.startup import engine_plan
 
     memory = engine_plan.decide(EngineConfig(model=model, **settings)).memory
     return memory.page_bytes // page_size

@@ -100,7 +100,7 @@ def main() -> None:
         cluster = SimulatedCluster(one, lambda: replica(one), count, pulls=pulls)
         cluster.serve(arrivals)
         summaries = cluster.summaries(INTERACTIVE)
-        add(name, summaries, cluster.num_pulled_tokens, cluster.num_moved)
+        add(name, summaries, cluster.pulls.num_tokens, cluster.num_moved)
     print_table(
         f"{len(arrivals):,} requests to {count} replicas of {args.pages:,} pages",
         ("dispatch", "hits %", "of one engine", "mean TTFT s", "P99 TTFT s", "pulled %", "moved"),

@@ -33,8 +33,8 @@ from virtual_devices import make_devices
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVLayout
 from jaxserve.runtime.programs.forward import context_parallel
-from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from pallas_kernels.paged_attention import KVPages, RaggedBatch
 from pallas_kernels.ring_attention import choose_scheme
 from sharding_rules import SEQ

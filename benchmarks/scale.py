@@ -23,10 +23,10 @@ from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family
-from jaxserve.runtime.hardware import deviceless
 from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.programs.forward.forward_programs import Forward, PipelineStep
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.startup import deviceless
 from sharding_rules import make_mesh
 
 GB = 10**9

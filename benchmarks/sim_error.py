@@ -25,9 +25,9 @@ from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.progress import TerminalProgress
-from jaxserve.runtime.startup import start
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import start
 from jaxserve.simulator.profile import Profile
 from jaxserve.simulator.simulation import Arrival, Simulation
 

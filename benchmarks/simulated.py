@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from workloads import Job
 
+from jaxserve.core.commands import Abort
 from jaxserve.core.events import EventLog
-from jaxserve.core.requests.commands import Abort
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.settings.config import EngineConfig

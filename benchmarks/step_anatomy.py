@@ -30,7 +30,7 @@ from jaxserve.runtime.programs.sampling_programs import SampleGeneral, SampleGre
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 MODEL = "Llama-3.1-8B"
-DEPTHS = (2, 3)
+DEPTHS = (3, 4)
 BATCHES = (1, 8, 64)
 CONTEXT = 2048
 """Tokens that each sequence sees, and the longest that the engine takes: all that there is room for
@@ -49,11 +49,12 @@ class Step:
     def shapes(self) -> ProgramShapes:
         raw = MODELS[self.model] | {"num_hidden_layers": self.layers}
         family = get_family(raw["architectures"][0])
+        most = max(2, self.batch)  # A single sequence may have the program of two.
         config = EngineConfig(
             model=self.model,
             max_model_len=CONTEXT,
-            max_num_seqs=self.batch,
-            max_num_batched_tokens=2048 + self.batch,
+            max_num_seqs=most,
+            max_num_batched_tokens=2048 + most,
         )
         model = family.config_from_hf(raw)
         (device,) = described("H200:1")
@@ -62,10 +63,14 @@ class Step:
         pages = self.batch * -(-config.max_model_len // config.page_size) + 1
         return ProgramShapes(config, model, family, specs, num_pages=pages, device=device)
 
+    @property
+    def key(self) -> ProgramKey:
+        return self.shapes.buckets.pick(self.batch, 0)
+
     @functools.cached_property
     def forward(self) -> list[Kernel]:
         """Kernels of the model's program, in order."""
-        return self._kernels(Forward(self.shapes), ProgramKey(self.batch, 0))
+        return self._kernels(Forward(self.shapes), self.key)
 
     def sampler(self, kind: type[SampleGreedy] | type[SampleGeneral]) -> list[Kernel]:
         """Kernels of a sampler's program for so many sequences."""
@@ -76,7 +81,7 @@ class Step:
     @property
     def uploads(self) -> int:
         """Arrays that the host sends to the device for a step that samples greedily."""
-        forward = Forward(self.shapes).uploads(ProgramKey(self.batch, 0))
+        forward = Forward(self.shapes).uploads(self.key)
         _hidden, *slots = SampleGreedy(self.shapes).uploads(self.batch)
         return len(jax.tree.leaves((forward, slots)))
 
@@ -114,6 +119,9 @@ class Anatomy:
     layer_kernels: int
     step_kernels: int
     sampling_kernels: int
+    """Of the program for the most likely tokens, which `step_kernels` includes."""
+    general_kernels: int
+    """Of the program for all other sampling."""
     moved_bytes: int
     floor_bytes: int
     pool_copies: int
@@ -125,7 +133,7 @@ class Anatomy:
     def of(cls, batch: int) -> Anatomy:
         shallow, deep = (Step(batch, layers) for layers in DEPTHS)
         whole = Step(batch, MODELS[MODEL]["num_hidden_layers"])
-        greedy = deep.sampler(SampleGreedy)
+        greedy, general = deep.sampler(SampleGreedy), deep.sampler(SampleGeneral)
 
         def total(count) -> int:
             """Of the whole depth, when layers are alike."""
@@ -142,11 +150,12 @@ class Anatomy:
             (len(deep.forward) - len(shallow.forward)) // (deep.layers - shallow.layers),
             total(len) + len(greedy),
             len(greedy),
+            len(general),
             total(moved) + moved(greedy) + whole.kv_bytes,
             whole.floor_bytes,
             sum(kernel.copies_pool for kernel in every),
             sum(kernel.transposes for kernel in every),
-            sum(kernel.loops for kernel in every),
+            sum(kernel.loops for kernel in [*every, *general]),
             deep.uploads,
         )
 
@@ -159,7 +168,8 @@ def main() -> None:
     if arguments.list:
         for batch in arguments.batch:
             step = Step(batch, DEPTHS[0])
-            some = {"forward": step.forward, "greedy": step.sampler(SampleGreedy)}
+            some = {kind.title: step.sampler(kind) for kind in (SampleGreedy, SampleGeneral)}
+            some = {"forward": step.forward} | some
             rows = [
                 (title, kernel.kind, kernel.name, kernel.moved_bytes, kernel.source)
                 for title, kernels in some.items()
@@ -172,7 +182,8 @@ def main() -> None:
         found = Anatomy.of(batch)
         rows.append(
             (
-                *(batch, found.layer_kernels, found.step_kernels, found.sampling_kernels),
+                *(batch, found.layer_kernels, found.step_kernels),
+                *(found.sampling_kernels, found.general_kernels),
                 *(found.moved_bytes / 1e9, found.floor_bytes / 1e9),
                 found.moved_bytes / found.floor_bytes,
                 *(found.pool_copies, found.transposes, found.loops, found.uploads),
@@ -181,7 +192,7 @@ def main() -> None:
     print_table(
         f"A decode step of {MODEL} on an H200, {CONTEXT} tokens of context",
         (
-            *("batch", "kernels a layer", "a step", "to sample"),
+            *("batch", "kernels a layer", "a step", "greedy", "general"),
             *("GB moved", "floor", "moved / floor"),
             *("pool copies", "transposes", "loops", "uploads"),
         ),

@@ -117,9 +117,9 @@ def measured(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Measu
 def budget(model: Path, settings: dict[str, Any], staying: int) -> int:
     """`resident_weight_bytes` with which so many layers stay."""
     from jaxserve.core.settings.config import EngineConfig
-    from jaxserve.runtime.planning import engine_plan
+    from jaxserve.runtime.startup import engine_plan
 
-    placement = engine_plan.decide(EngineConfig(model=model, **settings)).shapes.placement
+    placement = engine_plan.plan_engine(EngineConfig(model=model, **settings)).shapes.placement
     return placement.device_bytes + staying * max(placement.layer_bytes)
 
 

@@ -30,8 +30,8 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.perfetto import write_trace
 from jaxserve.runtime.live_weights import WeightsSource
-from jaxserve.runtime.planning.engine_plan import EnginePlan
-from jaxserve.runtime.startup import StartupProgress, no_progress
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import StartupProgress, no_progress
 from jaxserve.text import Tokenizer
 
 
@@ -99,7 +99,7 @@ class AsyncEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the chat template's form; see `LLM.chat_prompt`."""
-        return self._engine.chat_prompt(
+        return self._engine.tokenizer.encode_chat(
             messages,
             add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -200,7 +200,7 @@ class AsyncEngine:
         def add() -> None:
             try:
                 if adapter is not None:
-                    self._engine.adapters.add(adapter, pinned=False)
+                    self._engine.load_adapter(adapter, pinned=False)
                 for prompt, (request_id, listener) in zip(prompts, listeners.items()):
                     self._engine.add(
                         request_id,
@@ -269,16 +269,14 @@ class AsyncEngine:
 
     async def add_lora(self, lora_request: LoRARequest, load_inplace: bool = False) -> None:
         """Load a LoRA adapter, as `LLM.add_lora`; it is read while requests run."""
-        adapters = self._engine.adapters
-        staged = await asyncio.to_thread(adapters.staged, lora_request, load_inplace)
-        if load_inplace:
-            await self._thread.result_of(lambda: adapters.replace(staged))
-        else:
-            await self._thread.result_of(lambda: adapters.add(staged or lora_request))
+        engine = self._engine
+        staged = await asyncio.to_thread(engine.adapters.staged, lora_request, load_inplace)
+        adapter = staged or lora_request
+        await self._thread.result_of(lambda: engine.load_adapter(adapter, load_inplace))
 
     async def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter, as `LLM.remove_lora`."""
-        await self._thread.result_of(lambda: self._engine.adapters.remove(name))
+        await self._thread.result_of(lambda: self._engine.unload_adapter(name))
 
     async def update_weights(self, params: WeightsSource) -> int:
         """Replace the weights between two steps, and return their version; as
@@ -350,12 +348,14 @@ class AsyncEngine:
         self, request_id: str, with_kv: bool = True, start: int | None = None
     ) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
-        until `abort`. Its KV is copied between two steps, which takes as long as its bytes take
-        from the devices to memory; with `start` that of one stage, as `Migration.export_request`.
+        until `abort`. With `start` the KV of one stage, as `Migration.export_request`. What the
+        prompts of two steps have computed is read while steps go on; more is read between two
+        steps, which takes as long as its bytes take from the devices to memory.
         Raises as `LLM.export_request`."""
-        return await self._thread.result_of(
-            lambda: list(self._engine.migration.export_request(request_id, with_kv, start))
+        parts = await self._thread.result_of(
+            lambda: self._engine.migration.begin_export(request_id, with_kv, start)
         )
+        return await asyncio.to_thread(list, parts)
 
     def num_computed(self, request_id: str) -> int | None:
         """How many tokens of a request's first sequence have their KV, by the steps that were

@@ -38,9 +38,9 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.perfetto import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
 from jaxserve.runtime.live_weights import WeightsSource
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.progress import TerminalProgress
-from jaxserve.runtime.startup import StartupProgress, no_progress
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import StartupProgress, no_progress
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]
@@ -383,17 +383,14 @@ class LLM:
         Raises AdapterError when it does not fit, RequestError without `enable_lora` or when another
         adapter has its name, OverloadedError when no slot is free and none can be freed.
         """
-        with self._lock, interrupts_held():
-            if load_inplace:
-                self.engine.adapters.replace(lora_request)
-            else:
-                self.engine.adapters.add(lora_request)
+        with self._lock:
+            self.engine.load_adapter(lora_request, load_inplace)
 
     def remove_lora(self, name: str) -> None:
         """Unload a LoRA adapter, whose slot is free once the requests that use it have finished.
         Raises RequestError when there is no such adapter."""
         with self._lock:
-            self.engine.adapters.remove(name)
+            self.engine.unload_adapter(name)
 
     def list_loras(self) -> list[str]:
         """Names of the LoRA adapters that are loaded."""
@@ -455,7 +452,7 @@ class LLM:
         False, or inside the last message with `continue_final_message`. Raises RequestError for
         messages that the template rejects, and for tools where it has none.
         """
-        return self.engine.chat_prompt(
+        return self.engine.tokenizer.encode_chat(
             messages,
             add_generation_prompt,
             continue_final_message=continue_final_message,

@@ -31,8 +31,11 @@ def resumable(
     >>> with LLM() as llm, resumable(llm, "work") as streams:
     ...     outputs = [stream.result() for stream in streams] or llm.generate(prompts)
 
-    Raises SnapshotError when the directory cannot be written, when there is a snapshot that
-    cannot be restored, or when the engine is one of several hosts'.
+    On several hosts each runs this block; a host that gets SIGTERM before host 0 runs its steps
+    until that one does, too.
+
+    Raises SnapshotError when the directory cannot be written, or when there is a snapshot that
+    cannot be restored.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

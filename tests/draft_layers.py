@@ -17,7 +17,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
-from jaxserve.models.drafters.follower import Follower
+from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.family import Params
 from jaxserve.training.dense import draft_states, followed_states
 
@@ -29,22 +29,22 @@ class Layer:
     drafts: dict[str, Any]
     config: ModelConfig
     params: Params
-    follower: Follower
+    feature_layer: FeatureLayer
 
 
 class Reference:
     """What the layer makes of a whole sequence, computed densely."""
 
     def __init__(self, model: TinyModel, layer: Layer, tokens: list[int]) -> None:
-        self._model, self._layer, follower = model, layer, layer.follower
+        self._model, self._layer, feature_layer = model, layer, layer.feature_layer
         self._tokens = np.zeros(CONTEXT, np.int32)  # One shape; what follows is not attended to.
         self._tokens[: len(tokens)] = tokens
         self._length = len(tokens)
         arguments = model.family, model.config, model.params, jnp.asarray(self._tokens[None])
-        followed = follower.aux_layers
+        followed = feature_layer.aux_layers
         hidden, entering = followed_states(*arguments, followed)
         states = entering if followed else hidden
-        self._features = np.asarray(follower.features(layer.params, states[0]))
+        self._features = np.asarray(feature_layer.features(layer.params, states[0]))
         self.states = self._after(self._tokens, self._features)
 
     def _after(self, tokens: np.ndarray, features: np.ndarray) -> np.ndarray:
@@ -52,7 +52,7 @@ class Reference:
         model, layer, positions = self._model, self._layer, jnp.arange(CONTEXT)
         embedded, _ = model.family.embed(model.params, model.config, tokens, positions)
         states = embedded[None, 1:], jnp.asarray(features)[None, :-1]
-        return np.asarray(draft_states(layer.config, layer.params, *states, layer.follower)[0])
+        return np.asarray(draft_states(layer.config, layer.params, *states, layer.feature_layer)[0])
 
     def drafts(self, length: int) -> list[int]:
         """The most likely after the first `length` tokens, from its own states."""
@@ -61,7 +61,7 @@ class Reference:
         stop = length + self._layer.drafts["num_speculative_tokens"]
         for place in range(length, stop):
             own = features[place - 1] = self._after(tokens, features)[place - 2]
-            logits = self._layer.follower.logits(self._layer.params, *head, own[None])
+            logits = self._layer.feature_layer.logits(self._layer.params, *head, own[None])
             tokens[place] = logits[0].argmax()
         return tokens[length:stop].tolist()
 

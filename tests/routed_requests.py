@@ -7,7 +7,7 @@ import itertools
 
 from jaxserve.cluster.policies.dispatch import Demand
 from jaxserve.cluster.routed_request import RoutedRequest
-from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.requests.outputs import Delta, RequestOutput
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine

@@ -119,22 +119,47 @@ def test_every_import_is_one_that_the_table_allows():
     assert not unused, "arrows of the table that no import uses"
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    """Packages hand on what their modules define, so that a package and its own do not count."""
-    graph = {module: set(imports(module)) for module in MODULES}
-    for module in graph:
-        graph[module] = {m for m in graph[module] if not module.startswith(f"{m}.")}
+def circle(graph: dict[str, set[str]]) -> tuple[str, ...]:
+    """Names that lead from one back to itself; empty if none do."""
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join((*path[path.index(module) :], module))
-        if module not in done:
-            for other in sorted(graph[module]):
-                visit(other, (*path, module))
-            done.add(module)
+    def visit(name: str, path: tuple[str, ...]) -> tuple[str, ...]:
+        if name in path:
+            return (*path[path.index(name) :], name)
+        if name not in done:
+            for other in sorted(graph[name]):
+                if found := visit(other, (*path, name)):
+                    return found
+            done.add(name)
+        return ()
 
-    for module in graph:
-        visit(module, ())
+    return next(filter(None, (visit(name, ()) for name in graph)), ())
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert not circle({module: set(imports(module)) for module in MODULES})
+
+
+IN_CIRCLES = {"jaxserve.cluster", "jaxserve.kv"}
+"""Packages of which a folder imports what imports that folder."""
+
+
+def test_no_folders_of_a_package_import_each_other_in_a_circle():
+    """A folder counts as one with all that is in it, as does a module beside it."""
+    found = set()
+    for package in {module.rpartition(".")[0] for module in MODULES} - {"", "jaxserve"}:
+        begin = len(package) + 1
+        graph: dict[str, set[str]] = {}
+        for module in MODULES:
+            if module.startswith(f"{package}."):
+                here = module[begin:].partition(".")[0]
+                others = (o[begin:] for o in imports(module) if o.startswith(f"{package}."))
+                graph.setdefault(here, set()).update(o.partition(".")[0] for o in others)
+        for name, others in graph.items():
+            others.discard(name)
+        if circle(graph):
+            found.add(package)
+    assert found == IN_CIRCLES
 
 
 def imported_with(names: list[str]) -> set[str]:

@@ -36,7 +36,7 @@ REPLACED = {
     "kv_offload_pages, kv_transfers_in_flight": "kv_lower_pages|kv_moves_under_way",
     "transfers of KV": r"MOVE_PAGES|MOVE_SIZES|MoveError|\bkv_moved?_",
     "--shutdown-timeout, --independent, slo_itl": r"--?grace[-_]s\b|--separate\b|slo[-_]tbt",
-    "core/steps/results.py, runtime/device_step.py": r"\b(steps|runtime)[./]in_flight\b",
+    "core/steps/results.py, runtime/programs/device_step.py": r"\b(steps|runtime)[./]in_flight\b",
     "dual_batch.py, perfetto.py": r"\bforward[./]halves\b|\bhalves\.py|\bmetrics[./]trace\b",
     "DevicePageTransfers": r"\bclass Paging\b|\b_paging\b|\bruntime[./]paging\b",
     "SimulatedTransferWorker": r"\bSimulatedTransfers\b|\bsimulator[./]transfers\b",
@@ -99,5 +99,5 @@ def test_public_classes_have_names_of_their_own():
     }
     counts = Counter(name for names in modules.values() for name in names if name[0] != "_")
     package = ROOT / "jaxserve"
-    exempt = modules[package / "protocol/responses.py"] | modules[package / "cli/profile.py"]
+    exempt = modules[package / "protocol/response_models.py"] | modules[package / "cli/profile.py"]
     assert {name for name, count in counts.items() if count > 1} <= exempt

@@ -222,7 +222,7 @@ def _page_move(spec):
 
 
 def _tiny_gemm(spec):
-    group = spec.format.group
+    group = spec.format.group_size
     inner_tiles = 8
 
     def inputs():

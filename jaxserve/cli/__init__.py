@@ -134,7 +134,7 @@ def main(args: Sequence[str] | None = None) -> int:
         command = parse(args)
         _log_to_stderr(command)
         _raise_interrupts(command)
-        status = command.run()
+        status = command.run(parse) if isinstance(command, Launch) else command.run()
         sys.stdout.flush()
         return status
     except JaxserveError as error:

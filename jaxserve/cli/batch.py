@@ -196,7 +196,7 @@ class Batch(Common):
 
 
 def _summary(run: BatchRun, reads: WeightReads | None, chosen: ChosenOffload | None) -> str:
-    from jaxserve.offline.reports.timeline import duration
+    from jaxserve.offline.timeline import duration
 
     totals = run.totals
     rows = [

@@ -21,8 +21,8 @@ class Compile(Common):
     engine: ModelSettings = dataclasses.field(default_factory=ModelSettings)
 
     def run(self) -> int:
-        from jaxserve.runtime.planning import engine_plan
-        from jaxserve.runtime.startup import compile_programs
+        from jaxserve.runtime.startup import engine_plan
+        from jaxserve.runtime.startup.start import compile_programs
 
         if not self.engine.compilation_cache:
             raise ConfigError(
@@ -33,7 +33,7 @@ class Compile(Common):
             configs.append(dataclasses.replace(self.engine, max_num_seqs=1))
         for config in configs:
             begin = time.monotonic()
-            decided = engine_plan.plan(config)
+            decided = engine_plan.plan_engine(config)
             with TerminalProgress() as progress:
                 programs = compile_programs(decided, progress).result()
             decided.with_programs(programs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -44,9 +45,10 @@ class Launch:
     tpu_vm: TpuVm = dataclasses.field(default_factory=TpuVm)
     ssh: Ssh = dataclasses.field(default_factory=Ssh)
 
-    def run(self) -> int:
+    def run(self, parse: Callable[[Sequence[str]], object]) -> int:
+        """`parse`: parses the arguments of a jaxserve command."""
         backend = self._chosen()
-        if self._check_command():
+        if self._check_command(parse):
             backend = self._of_replicas()
         if self.dry_run:
             sys.stdout.write(backend.dry_run(self.job))
@@ -84,7 +86,7 @@ class Launch:
             raise ConfigError("--topology is of one TPU slice, and not of several replicas.")
         return RayCluster(self.k8s.image, self.k8s.namespace)
 
-    def _check_command(self) -> bool:
+    def _check_command(self, parse: Callable[[Sequence[str]], object]) -> bool:
         """Parse a jaxserve command before it is submitted, so that errors show before queueing.
         Returns whether it serves several replicas.
 
@@ -92,7 +94,6 @@ class Launch:
         """
         command = dataclasses.replace(self.job, hosts=self.job.hosts or 1).command_on(0)
         if command[0] != "-m" and not is_script(command):
-            from jaxserve.cli import parse
             from jaxserve.cli.serve import Serve
 
             parsed = parse(command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.planning.described import Described
-from jaxserve.cli.terminal.plan_tables import (
+from jaxserve.cli.planning.plan_tables import (
     by_scratch,
     capacity,
     heading,
@@ -28,8 +28,8 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.planning.engine_plan import EnginePlan
     from jaxserve.runtime.programs.compilation.executables import Programs
+    from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Plan(Common):
             return self._run_described()
         if self.exact:
             raise ConfigError("exact is for --device; plans for the devices here always are.")
-        from jaxserve.runtime.planning import engine_plan
-        from jaxserve.runtime.startup import compile_programs
+        from jaxserve.runtime.startup import engine_plan
+        from jaxserve.runtime.startup.start import compile_programs
 
         decided = engine_plan.decide(self.engine)
         if not decided.memory.fits and not self.json:
@@ -95,7 +95,7 @@ class Plan(Common):
             )
         programs: Programs | dict[str, Any] = {}
         if self.exact:
-            from jaxserve.runtime.hardware import deviceless
+            from jaxserve.runtime.startup import deviceless
 
             deviceless.use_compilers_alone()
         described = Described.of(self.engine, self.device, self.profile)

@@ -18,9 +18,9 @@ from jaxserve.simulator.profile import Profile as MeasuredProfile
 from jaxserve.simulator.profile import StepSample, fitted
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.planning.engine_plan import EnginePlan
     from jaxserve.runtime.runner import Runner
-    from jaxserve.runtime.startup import StartupProgress
+    from jaxserve.runtime.startup.engine_plan import EnginePlan
+    from jaxserve.runtime.startup.start import StartupProgress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Profile(Common):
             )
 
     def run(self) -> int:
-        from jaxserve.runtime.startup import start
+        from jaxserve.runtime.startup.start import start
 
         with TerminalProgress() as progress:
             plan, _, runner = start(self.engine, EventLog(), progress)

@@ -144,6 +144,7 @@ class Serve(Common):
 
         if jax.distributed.is_initialized() and jax.process_index() > 0:
             return follow(self.engine)
+        from jaxserve.engine.snapshot.files import check_writable
         from jaxserve.server.app import AppSettings
         from jaxserve.server.http.listening import listen, listening_on_file
         from jaxserve.server.run import Stopping, serve
@@ -162,7 +163,7 @@ class Serve(Common):
             has_replicas=self.num_replicas > 1,
         )
         if self.snapshot_dir is not None:
-            self._check_snapshot_dir()
+            check_writable(self.snapshot_dir)
         policy = ClientPolicy(self.min_priority, self.hide_cached_tokens)
         chat = ChatSettings(self.reasoning_parser, self.trust_request_chat_template)
         adapters = self._adapters()
@@ -375,12 +376,3 @@ class Serve(Common):
         """Names that Host headers may have; None for any."""
         is_open = not has_keys and self.uds is None  # No web page reaches a Unix socket.
         return self.allowed_hosts if self.allowed_hosts or is_open else None
-
-    def _check_snapshot_dir(self) -> None:
-        import jax
-
-        from jaxserve.engine.snapshot.files import check_writable
-
-        if jax.distributed.is_initialized():
-            raise ConfigError("snapshot_dir is for single-host jobs; leave it out with several.")
-        check_writable(self.snapshot_dir)

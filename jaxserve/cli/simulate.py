@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from tyro.conf import OmitArgPrefixes
 
+from jaxserve.cli.arguments.load_options import Deadline, LoadOptions, SloOptions
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.cli.arguments.values import Floats
-from jaxserve.cli.bench.options import Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.planning.described import Described, draft_acceptance
 from jaxserve.cli.planning.simulated_load import arrivals, check_lengths, result

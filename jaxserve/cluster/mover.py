@@ -13,9 +13,6 @@ from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 PERIOD_S = 0.2
 """How often moves are planned, if no request is due to leave a replica that prefills."""
 
-MAX_MOVES = 4
-"""Requests whose KV leaves one replica at a time: it lies in memory meanwhile."""
-
 
 async def move_requests(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> None:
     """Move requests between `replicas`, which may change, until cancelled."""
@@ -30,14 +27,10 @@ def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> N
     def movable(place: int, key: Hashable) -> bool:
         replica = replicas[place]
         request = replica.requests.get(str(key))  # None for one that is on its way there.
-        may_leave = not replica.immovable and replica.num_moving < MAX_MOVES
-        return request is not None and request.movable and may_leave
-
-    def busy() -> set[int]:
-        return {place for place, replica in enumerate(replicas) if replica.num_moving}
+        return request is not None and request.movable and not replica.immovable
 
     def begin(move: Move) -> None:
         request = replicas[move.source].requests[str(move.key)]
         requests.move(request, replicas[move.destination])
 
-    begin_moves([replica.load for replica in replicas], movable, busy, begin)
+    begin_moves([replica.load for replica in replicas], movable, begin)

@@ -12,14 +12,16 @@ from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+from jaxserve.cluster.policies.copies import CopyCounts
 from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
-from jaxserve.cluster.policies.pulls import MAX_PULLS, plan_pull
-from jaxserve.cluster.prefix_pull import PrefixPull, Pulls
+from jaxserve.cluster.policies.pulls import Pulls, plan_pull
+from jaxserve.cluster.prefix_pull import PrefixPull
 from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica, Submission
 from jaxserve.cluster.routed_request import RoutedRequest
-from jaxserve.cluster.staged_copy import COPY_S, CopyCounts, StagedCopy
+from jaxserve.cluster.staged_copy import COPY_S, StagedCopy
 from jaxserve.cluster.tasks import Tasks
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import (
     EngineClosedError,
     JaxserveError,
@@ -27,7 +29,6 @@ from jaxserve.core.errors import (
     ReplicaLostError,
     RequestError,
 )
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.output_queue import OutputDispatcher, Update
 from jaxserve.engine.snapshot.requests import RequestSnapshot
@@ -254,7 +255,7 @@ class OpenRequests:
         if not self.shares_prefixes or request.routed.added.lora_request is not None:
             return None  # A prefix of an adapter is of the digest that the engine gives it.
         pull = plan_pull([replica.load for replica in self._replicas], place, request.routed.demand)
-        if pull is None or self._replicas[pull.source].num_pulled >= MAX_PULLS:
+        if pull is None:
             return None
         return PrefixPull(
             self._replicas[pull.source], self._replicas[place], pull, self.page_size, self._pulls
@@ -336,6 +337,8 @@ class OpenRequests:
         if request.accepted:
             return
         request.accepted = True
+        if request.replica is not None and request.replica.load.role == "prefill":
+            self.due.set()  # From now on it may move.
         submission = request.submission
         submission.num_waited_for -= 1
         if not submission.num_waited_for:

@@ -6,28 +6,15 @@ import asyncio
 import logging
 import time
 
-from jaxserve.cluster.policies.pulls import Pull, PullCost
+from jaxserve.cluster.policies.pulls import Pull, Pulls
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError
-from jaxserve.core.requests.commands import AddRequest
 
 PULL_S = 5.0
 """How long a prefix may take from one replica to another; after that it is computed."""
 
 _log = logging.getLogger(__name__)
-
-
-class Pulls:
-    """Those of one router.
-
-    Attributes:
-        cost: what they take.
-        num_tokens: that came, beyond those that were there.
-    """
-
-    def __init__(self) -> None:
-        self.cost = PullCost()
-        self.num_tokens = 0
 
 
 class PrefixPull:
@@ -50,31 +37,30 @@ class PrefixPull:
     async def run(self, added: AddRequest) -> None:
         """Pull the prefix of a request, if that takes less time than computing it. If it fails, the
         request computes its prompt as any other does."""
-        self._source.num_pulled += 1
+        load = self._source.load
+        load.num_pulled += 1
         try:
             async with asyncio.timeout(PULL_S):
                 await self._run(added)
         except (ReplicaLostError, EngineClosedError):
             pass  # Its updates say so too.
         except Exception as error:  # Also TimeoutError: it hangs.
-            self._pulls.cost.failed()
+            self._pulls.failed()
             places = f"{self._source.index} to {self._destination.index}"
             _log.warning("a prefix did not come from replica %s: %r", places, error)
         finally:
-            self._source.num_pulled -= 1
+            load.num_pulled -= 1
 
     async def _run(self, added: AddRequest) -> None:
-        pull, cost, source = self._pull, self._pulls.cost, self._source.client
-        start, stop = pull.num_cached * self._page_size, pull.num_pages * self._page_size
+        pull, pulls, source = self._pull, self._pulls, self._source.client
+        start, stop = pull.span(self._page_size)
         compute_us = await self._destination.client.prefill_us(start, stop)
-        if not cost.pays(pull.num_pages, compute_us):
+        if not pulls.pays(pull.num_pages, compute_us):
             return
         begin_s = time.monotonic()
         token_ids = added.token_ids[:stop]
         num_tokens = await source.pull_to(
             self._destination.client, token_ids, added.tenant, added.cache_salt
         )
-        if num_tokens <= start:
-            return  # Evicted there, or not computed yet; or there is no room here.
-        cost.pulled(num_tokens // self._page_size, round(1e6 * (time.monotonic() - begin_s)))
-        self._pulls.num_tokens += num_tokens - start
+        us = round(1e6 * (time.monotonic() - begin_s))
+        pulls.pulled(pull, num_tokens, self._page_size, us)

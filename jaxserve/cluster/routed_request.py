@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from jaxserve.cluster.policies.dispatch import Demand
-from jaxserve.core.requests.commands import AddRequest
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.requests.outputs import Delta, FinishReason
 from jaxserve.engine.snapshot.requests import (
     Entry,

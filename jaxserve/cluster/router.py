@@ -16,9 +16,9 @@ from jaxserve.cluster.replicas.replica_client import ReplicaClient
 from jaxserve.cluster.replicas.replica_pool import ReplicaPool
 from jaxserve.cluster.replicas.routed_replica import Submission
 from jaxserve.core.cluster_status import ClusterStatus
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, EngineClosedError, SnapshotError
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams

@@ -14,14 +14,14 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jaxserve.cluster.fair_sharing import PERIOD_S as SHARE_PERIOD_S
-from jaxserve.cluster.mover import MAX_MOVES
 from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
 from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.policies.copies import CopyCounts, CopyStages
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
 from jaxserve.cluster.policies.fairness import FairShares
-from jaxserve.cluster.policies.migration import LAST_TOKENS, MAX_STAGES, Move, begin_moves
+from jaxserve.cluster.policies.migration import Move, begin_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
-from jaxserve.cluster.policies.pulls import MAX_PULLS, Pull, PullCost, plan_pull
+from jaxserve.cluster.policies.pulls import Pull, Pulls, plan_pull
 from jaxserve.cluster.scaling import PERIOD_S as SCALE_PERIOD_S
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
@@ -62,7 +62,6 @@ class _SimulatedPlace:
         num_pages = deployment.num_pages - 1
         self.load = ReplicaLoad(num_pages, config.page_size, config.max_num_seqs, role)
         self.requests: dict[Hashable, _Open] = {}
-        self.num_moving = self.num_pulled = 0
         self.leaves = False
 
 
@@ -72,9 +71,8 @@ class SimulatedCluster:
     Attributes:
         replicas: all that there have been.
         num_moved: requests that moved, with what KV they had.
-        num_copied_tokens: whose KV was copied of requests that move; `num_tokens_during_prefill` of
-            them while their prompts were computed.
-        num_pulled_tokens: of prompts, whose KV was pulled from another replica.
+        copies: what was copied of requests that move.
+        pulls: those of prefixes from other replicas.
         num_added, num_removed: replicas, after the first ones.
         replica_us: microseconds that replicas were there, in all.
     """
@@ -97,9 +95,8 @@ class SimulatedCluster:
         other replicas have cached."""
         self.replicas: list[SimulatedReplica] = []
         self.num_moved = self.num_added = self.num_removed = self.replica_us = 0
-        self.num_pulled_tokens = self._num_pulling = 0
-        self.num_copied_tokens = self.num_tokens_during_prefill = 0
-        self._pulls, self._pull_cost = pulls, PullCost()
+        self._num_pulling = 0
+        self.copies, self.pulls, self._shares_prefixes = CopyCounts(), Pulls(), pulls
         self._shares = FairShares()
         self._deployment = deployment
         self._new_replica = new_replica
@@ -194,7 +191,7 @@ class SimulatedCluster:
         assert index is not None, "the first replicas are ready, and one of them always is"
         place, number = self._places[index], len(self._arrivals)
         self._arrivals.append(arrival)
-        pull = plan_pull(self._loads, index, demand) if self._pulls else None
+        pull = plan_pull(self._loads, index, demand) if self._shares_prefixes else None
         key = (number, 0)
         place.load.add(key, demand)
         if pull is None or not self._begin_pull(pull, place, arrival, number, demand):
@@ -211,29 +208,26 @@ class SimulatedCluster:
         self, pull: Pull, place: _SimulatedPlace, arrival: Arrival, number: int, demand: Demand
     ) -> bool:
         """Begins to copy a prefix to a replica, which then gets the request; False if computing it
-        takes less time, or too much leaves its source already."""
+        takes less time."""
         source, page_size = self._places[pull.source], self._deployment.config.page_size
-        start, stop = pull.num_cached * page_size, pull.num_pages * page_size
+        start, stop = pull.span(page_size)
         compute_us = place.simulation.core.kv.rates.prefill_us(start, stop)
-        if source.num_pulled >= MAX_PULLS or not self._pull_cost.pays(pull.num_pages, compute_us):
+        if not self.pulls.pays(pull.num_pages, compute_us):
             return False
         token_ids, tenant = arrival.token_ids, arrival.tenant
         num_known = source.simulation.num_cached(token_ids, tenant, stop)
         num_pages = num_known // page_size
         link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
         pull_us = 2 * link_us if num_pages else 0
-        source.num_pulled += 1
+        source.load.num_pulled += 1
         self._num_pulling += 1
 
         def copied() -> None:
-            source.num_pulled -= 1
+            source.load.num_pulled -= 1
             self._num_pulling -= 1
-            num_tokens = 0
             if num_pages:
                 num_tokens = place.simulation.take_prefix(token_ids, tenant, num_pages * page_size)
-            if num_tokens > start:
-                self._pull_cost.pulled(num_tokens // page_size, pull_us)
-                self.num_pulled_tokens += num_tokens - start
+                self.pulls.pulled(pull, num_tokens, page_size, pull_us)
             self._begin(place, arrival, number, demand)
 
         self._at(self._now_us + pull_us, copied)
@@ -255,73 +249,64 @@ class SimulatedCluster:
 
     def _begin_moves(self) -> None:
         def movable(index: int, key: Hashable) -> bool:
-            place = self._places[index]
-            each = place.requests.get(key)  # None for one that is on its way there.
-            return each is not None and not each.moving and place.num_moving < MAX_MOVES
-
-        def busy() -> set[int]:
-            return {index for index, place in enumerate(self._places) if place.num_moving}
+            each = self._places[index].requests.get(key)  # None for one that is on its way there.
+            return each is not None and not each.moving
 
         def begin(move: Move) -> None:
             each = self._places[move.source].requests[move.key]
             self._move(each, self._places[move.destination])
 
-        begin_moves(self._loads, movable, busy, begin)
+        begin_moves(self._loads, movable, begin)
 
     def _move(self, each: _Open, destination: _SimulatedPlace) -> None:
-        """Begins to copy the KV of a request in stages, as `StagedCopy`; it runs on meanwhile."""
+        """Begins to copy the KV of a request in stages; it runs on meanwhile."""
         source, key = each.place, (each.number, len(self._hops[each.number]))
         destination.load.add(key, each.demand)  # Its pages are taken from now on.
         each.moving = True
         page_size = self._deployment.config.page_size
-        prefills = source.load.role == "prefill" and not each.demand.num_output
+        stages = CopyStages(
+            len(each.arrival.token_ids),
+            page_size,
+            self.copies,
+            during_prefill=source.load.role == "prefill" and not each.demand.num_output,
+        )
+        source.load.num_moving += not stages.during_prefill
         table: PageTable | None = None
-        num_prompt, num_staged, num_stages = len(each.arrival.token_ids), 0, 0
-        has_room = True
-        source.num_moving += not prefills
 
-        def num_new() -> int:
-            return source.simulation.num_staged(each.request) - num_staged
+        def num_computed() -> int:
+            return source.simulation.num_staged(each.request)
 
         def go_on() -> None:
             """Copies what is there, or waits for more of a prompt, or has the request move."""
-            nonlocal prefills
+            if stages.during_prefill and each.demand.num_output:
+                stages.during_prefill = False
+                source.load.num_moving += 1
             if each.request.finished or destination.load.draining:
                 end(False)
-            elif prefills and each.demand.num_output:
-                prefills = False
-                source.num_moving += 1
-                go_on()
-            elif prefills and (num_new() < page_size or not has_room):
+            elif not stages.during_prefill:
+                stage() if stages.goes_on(num_computed() - stages.num_staged) else end(True)
+            elif stages.wanted is None or num_computed() < stages.wanted:
                 self._at(self._now_us + round(_PREFILLED_S * 1e6), go_on)
-            elif prefills or (
-                num_stages < MAX_STAGES and num_new() > (LAST_TOKENS if num_staged else 0)
-            ):
-                stage()
             else:
-                end(True)
+                stage()
 
         def stage() -> None:
-            nonlocal table, num_staged, num_stages, has_room
-            num_stages = num_stages + 1 if not prefills else 0
-            before, count = table, num_new()
-            num_pages = -(-(num_staged + count) // page_size) - num_staged // page_size
-            table = destination.simulation.stage(each.request, num_staged + count, before)
-            has_room = table is not before
-            if not has_room:
-                num_stages = MAX_STAGES
+            nonlocal table
+            before, num_staged, num_tokens = table, stages.num_staged, num_computed()
+            table = destination.simulation.stage(each.request, num_tokens, before)
+            if table is before:  # There is no room for more.
+                stages.staged(num_staged)
                 go_on()
                 return
-            num_staged += count
-            self.num_copied_tokens += count
-            self.num_tokens_during_prefill += count if num_staged < num_prompt else 0
+            stages.staged(num_tokens)
+            num_pages = -(-num_tokens // page_size) - num_staged // page_size
             link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
             self._at(self._now_us + 2 * link_us, go_on)
 
         def end(moves: bool) -> None:
             destination.load.remove(key)
             each.moving = False
-            source.num_moving -= not prefills
+            source.load.num_moving -= not stages.during_prefill
             if not moves:
                 destination.simulation.unstage(table)
                 return

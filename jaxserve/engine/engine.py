@@ -6,29 +6,37 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any, Self
 
 import jax
 
+from jaxserve.core.commands import Abort, ResetPrefixCache, SetPriority
 from jaxserve.core.errors import ConfigError, EngineClosedError, RequestError
 from jaxserve.core.events import EventLog, Record, monotonic_us
 from jaxserve.core.process.signals import interrupts_held
-from jaxserve.core.requests.commands import Abort, ResetPrefixCache, SetPriority
 from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
 from jaxserve.core.requests.outputs import RequestMetrics, RequestOutput
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.settings.config import EngineConfig
+from jaxserve.engine.commands import (
+    LoadAdapter,
+    Retract,
+    Sleep,
+    UnloadAdapter,
+    UseWeights,
+    WakeUp,
+)
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
-from jaxserve.engine.replication import ReplicatedCore
+from jaxserve.engine.replication.core import ReplicatedCore
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot.access import EngineAccess
+from jaxserve.engine.snapshot.access import EngineAccess, OneHost
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.restorer import Restorer
@@ -43,7 +51,7 @@ from jaxserve.metrics.offload_metrics import (
     sparse_metrics,
     weight_metrics,
 )
-from jaxserve.runtime.adapters import AdapterSlots
+from jaxserve.runtime.adapters import AdapterSlots, StagedAdapter
 from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hardware.device_memory import reserve_memory
@@ -55,13 +63,12 @@ from jaxserve.runtime.live_weights import (
     check_level,
     memory_tags,
 )
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import StartupProgress, no_progress, start
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import StartupProgress, no_progress, start
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer
-from jaxserve.text.chat import RESERVED_VARIABLES
 
 _log = logging.getLogger(__name__)
 
@@ -125,14 +132,27 @@ class Engine:
             model.hidden_size,
             self.adapters.use,
         )
-        parts = (self.scheduler, self._page_transfers, runner, self._input, log, self.eos_token_ids)
-        self._core = EngineCore(*parts) if hosts is None else ReplicatedCore(*parts, hosts=hosts)
+        self._core = EngineCore(
+            self.scheduler,
+            self._page_transfers,
+            runner,
+            self._input,
+            log,
+            self.eos_token_ids,
+            self.adapters,
+        )
+        self._num_hosts = 1 if hosts is None else hosts.num_hosts
+        self._replicated = None if hosts is None else ReplicatedCore(self._core, self._input, hosts)
+        self._driver = self._replicated or self._core
         shared = self._core, self._page_transfers
         limit = plan.config.max_model_len
         restorer = Restorer(*shared, self._input, tokenizer, self.adapters, limit)
         facts = SnapshotFacts(plan, tokenizer)
-        access = EngineAccess(*shared, restorer, facts, self.check_open)
+        together = self._replicated or OneHost(self._core)
+        access = EngineAccess(*shared, restorer, facts, self.check_open, together, self._num_hosts)
         self.snapshots, self.migration = Snapshots(access), Migration(access)
+        if self._replicated is not None:
+            self._replicated.joins = self.snapshots.join
 
     @classmethod
     def load(
@@ -205,7 +225,7 @@ class Engine:
             request_id, prompt, params, priority, tenant, shared_prefix, cache_salt, lora_request
         )
         with interrupts_held():
-            return self._core.apply(added, grammar)
+            return self._driver.apply(added, grammar)
 
     def preparation(self, params: SamplingParams | PoolingParams) -> Future[Grammar] | None:
         """The grammar of `params.structured_outputs`, if set, for `add`: a thread compiles it while
@@ -223,7 +243,7 @@ class Engine:
     def abort(self, request_id: str) -> Request | None:
         """Abort a request; the tokens it has are its output. None if it has already finished."""
         with interrupts_held():
-            return self._core.apply(Abort(request_id))
+            return self._driver.apply(Abort(request_id))
 
     def set_priority(self, request_id: str, priority: int) -> bool:
         """Change the priority of a request, lower runs first; False if it has finished.
@@ -232,11 +252,11 @@ class Engine:
         """
         check_priority(priority)
         with interrupts_held():
-            return self._core.apply(SetPriority(request_id, priority)) is not None
+            return self._driver.apply(SetPriority(request_id, priority)) is not None
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache. Running requests keep their pages."""
-        self._core.apply(ResetPrefixCache())
+        self._driver.apply(ResetPrefixCache())
 
     @property
     def _requests(self) -> dict[str, Request]:
@@ -246,7 +266,7 @@ class Engine:
         """Run every step that host 0 runs, until it closes its engine: for hosts that receive no
         requests themselves. Raises ConfigError without other hosts, DistributedError, or as `step`
         does."""
-        if self._core.num_hosts == 1:
+        if self._replicated is None:
             raise ConfigError("follow is for the hosts beside host 0, but there is one host alone.")
         while self._closed is None:
             self._step(wait=True)
@@ -267,12 +287,12 @@ class Engine:
         touched: list[Request] | None = None
         try:
             with interrupts_held():
-                touched = self._core.step(**options)
+                touched = self._driver.step(**options)
         except BaseException as error:
             if touched is None:  # Interrupted within the step: the device state is inconsistent.
                 self._closed = f"the engine stopped: {type(error).__name__}: {error}"
             raise
-        if self._core.ended:
+        if self._replicated is not None and self._replicated.ended:
             self._closed = "host 0 has closed its engine"
         return touched
 
@@ -294,10 +314,22 @@ class Engine:
         staged = source if isinstance(source, StagedWeights) else self.stage_weights(source)
         self._check_changeable("update_weights")
         with self._changing("update_weights"):
-            self._core.retract()
+            self._core.apply(Retract())
             self._weights.replace(staged)
-            self._core.use_weights(self._weights.version)
-        return self._weights.version
+            self._core.apply(UseWeights())
+        return self.weights_version
+
+    def load_adapter(
+        self, adapter: LoRARequest | StagedAdapter, in_place: bool = False, pinned: bool = True
+    ) -> None:
+        """As `LLM.add_lora`. An adapter that is not `pinned` makes room for the next one when no
+        request uses it."""
+        with interrupts_held():
+            self._core.apply(LoadAdapter(adapter, in_place, pinned))
+
+    def unload_adapter(self, name: str) -> None:
+        """As `LLM.remove_lora`."""
+        self._core.apply(UnloadAdapter(name))
 
     def _adapters_in_use(self) -> list[LoadedAdapter]:
         """Those of unfinished requests."""
@@ -309,9 +341,7 @@ class Engine:
         check_level(level)
         self._check_changeable("sleep")
         with self._changing("sleep"):
-            if not self.is_sleeping:
-                self._core.retract()
-            self._core.sleep()
+            self._core.apply(Sleep())
             self._weights.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
@@ -322,7 +352,7 @@ class Engine:
         with interrupts_held():
             self._weights.wake_up(wanted)
             if not self._weights.asleep:
-                self._core.wake_up()
+                self._core.apply(WakeUp())
 
     @property
     def is_sleeping(self) -> bool:
@@ -362,39 +392,13 @@ class Engine:
     def close(self) -> None:
         """Abort all requests and free the device's memory. Can be called twice."""
         try:
-            self._core.close(failed=self._closed is not None)
+            self._driver.close(failed=self._closed is not None)
         finally:
             if self._runner is not None:
                 self._runner.close()
             self._runner = self._weights = None
             self.adapters.close()
             self._closed = self._closed or "the engine was closed"
-
-    def chat_prompt(
-        self,
-        messages: SequenceOf[Mapping[str, Any]],
-        add_generation_prompt: bool | None = None,
-        *,
-        continue_final_message: bool = False,
-        tools: SequenceOf[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """As `LLM.chat_prompt`."""
-        variables = chat_template_kwargs or {}
-        if taken := sorted(RESERVED_VARIABLES & set(variables)):
-            raise RequestError(
-                f"chat_template_kwargs must not set {taken[0]!r}; it is a parameter of its own."
-            )
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt,
-            tools,
-            continue_final_message,
-            chat_template,
-            **variables,
-        )
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The sampling defaults of the model's generation_config.json, with `overrides`."""
@@ -408,9 +412,9 @@ class Engine:
                 f"{what} is for weights that are all on the device, and weights_on is "
                 f"{self.plan.config.weights_on!r}; leave weights_on out, or start the engine again."
             )
-        if self._core.num_hosts > 1:
+        if self._num_hosts > 1:
             raise ConfigError(
-                f"{what} supports a single process only, and this job has {self._core.num_hosts}; "
+                f"{what} supports a single process only, and this job has {self._num_hosts}; "
                 "give all devices to one process."
             )
 

@@ -10,26 +10,57 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from jaxserve.core.errors import EngineAsleepError
-from jaxserve.core.events import EventLog, VerifiedDrafts
-from jaxserve.core.requests.commands import (
+from jaxserve.core.commands import (
     Abort,
     AddRequest,
     Command,
     ResetPrefixCache,
     SetPriority,
 )
+from jaxserve.core.errors import EngineAsleepError
+from jaxserve.core.events import EventLog, VerifiedDrafts
 from jaxserve.core.requests.sampling_params import sequence_seed
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import NO_TOKEN, DispatchedStep, StepResults
 from jaxserve.core.steps.work import causal_pairs
-from jaxserve.engine.executor import Executor, Transfers
+from jaxserve.engine.commands import (
+    LoadAdapter,
+    LocalCommand,
+    Resume,
+    Retract,
+    Sleep,
+    UnloadAdapter,
+    UseWeights,
+    WakeUp,
+)
+from jaxserve.engine.executor import AdapterLoader, Executor, StepObserver, Transfers
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
+
+
+class MeasuredTimes:
+    """Updates step times and the rate of prefills by the steps of this process."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def dispatched(self, plan: StepPlan) -> None:
+        """Does nothing."""
+
+    def read(self, step: DispatchedStep, results: StepResults, us: int) -> None:
+        if not step.together:
+            return
+        self._scheduler.observe_step_time(step.together, us)
+        key, most = step.key, self._scheduler.config.max_prefill_tokens
+        large = 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most
+        if large and step.plan.prefills:
+            spans = ((chunk.start, chunk.start + chunk.num_tokens) for chunk in step.plan.prefills)
+            pairs = sum(causal_pairs(start, stop) for start, stop in spans)
+            self._scheduler.kv.rates.prefilled(key.num_tokens, pairs, us)
 
 
 class EngineCore:
@@ -43,13 +74,17 @@ class EngineCore:
         input_processor: InputProcessor,
         log: EventLog,
         eos_token_ids: Iterable[int],
+        adapters: AdapterLoader | None = None,
     ) -> None:
+        """`adapters`: if requests may have any."""
         self.scheduler = scheduler
         self.kv = transfers.manager
         self.log = log
         self._transfers = transfers
         self._executor = executor
         self._input = input_processor
+        self._adapters = adapters
+        self.observer: StepObserver = MeasuredTimes(scheduler)
         self._outputs = OutputProcessor()
         self._eos = tuple(sorted(eos_token_ids))
         self._last_ready_us = 0
@@ -60,27 +95,18 @@ class EngineCore:
         self.num_changes = 0
         """How often the content or the owners of pages may have changed."""
 
-    num_hosts = 1
-    """Hosts that run this engine in lockstep."""
-    ended = False
-    """Whether host 0 of several has closed its engine."""
-
     @property
     def requests(self) -> dict[str, Request]:
         """Unfinished requests, by id."""
         return self._outputs.requests
 
+    def report_again(self, touched: Iterable[Request]) -> None:
+        """Has the next step return these requests, too."""
+        self._touched |= {request.request_id: request for request in touched}
+
     def pages_change(self) -> None:
         """Notes that the content or the owners of pages may change."""
         self.num_changes += 1
-
-    def sleep(self) -> None:
-        """Plans no step until `wake_up`: the devices' memory is given back."""
-        self.asleep = True
-
-    def wake_up(self) -> None:
-        """Ends `sleep`."""
-        self.asleep = False
 
     @property
     def has_work(self) -> bool:
@@ -97,16 +123,22 @@ class EngineCore:
         if self.asleep:
             raise EngineAsleepError("the engine sleeps; call wake_up first.")
 
-    def apply(self, command: Command, grammar: Grammar | None = None) -> Request | None:
+    def apply(
+        self, command: Command | LocalCommand, grammar: Grammar | None = None
+    ) -> Request | None:
         """Applies a command. Returns its request, None if that has finished. `grammar`: the
         compiled grammar of a request to add, if there is one.
 
-        Raises RequestError, with no state changed, when a request cannot be added.
+        Raises RequestError, with no state changed, when a request cannot be added, and as
+        `AdapterSlots` for commands about adapters.
         """
         match command:
             case AddRequest():
                 request = self._input.build(command, grammar)
-                self.accept(request)
+                self._accept(request)
+                return request
+            case Resume(request):
+                self._accept(request)
                 return request
             case Abort(request_id):
                 self.pages_change()
@@ -122,9 +154,26 @@ class EngineCore:
                 return request
             case ResetPrefixCache():
                 self.kv.reset()
-                return None
+            case Retract():
+                self._retract()
+            case UseWeights():
+                self.weights_version += 1
+                for request in self.requests.values():
+                    for output in request.unfinished:
+                        output.use_weights(self.weights_version)
+            case Sleep():
+                if not self.asleep:
+                    self._retract()
+                self.asleep = True
+            case WakeUp():
+                self.asleep = False
+            case LoadAdapter(adapter, in_place, pinned):
+                self._adapters.load(adapter, in_place=in_place, pinned=pinned)
+            case UnloadAdapter(name):
+                self._adapters.remove(name)
+        return None
 
-    def accept(self, request: Request) -> None:
+    def _accept(self, request: Request) -> None:
         """Queues a request. Raises RequestError, with no state changed, when it cannot run."""
         added: list[Sequence] = []
         try:
@@ -157,15 +206,7 @@ class EngineCore:
                 n=seq.params.n,
             )
 
-    def step(self) -> list[Request]:
-        """Schedules and dispatches a step, then reads the previous one. Returns the requests that
-        gained tokens or finished."""
-        return self._step(self.log.now())
-
-    def retract(self) -> None:
-        """Reads every step in flight, takes pages and slots from all sequences, and clears the
-        prefix cache on every tier. What was computed so far is not used again: sequences keep
-        their tokens, and recompute the rest when they run."""
+    def _retract(self) -> None:
         self.pages_change()
         executor = self._executor
         while executor.busy:
@@ -177,14 +218,11 @@ class EngineCore:
         self._transfers.poll()
         self._transfers.carry_out()
 
-    def use_weights(self, version: int) -> None:
-        """Notes the version of the weights that make all tokens from now on."""
-        self.weights_version = version
-        for request in self.requests.values():
-            for output in request.unfinished:
-                output.use_weights(version)
-
-    def _step(self, now_us: int) -> list[Request]:
+    def step(self, now_us: int | None = None) -> list[Request]:
+        """Schedules and dispatches a step, then reads the previous one. Returns the requests that
+        gained tokens or finished. `now_us`: the time that the scheduler is given, now if None."""
+        if now_us is None:
+            now_us = self.log.now()
         self.pages_change()
         touched, self._touched = self._touched, {}
         if self.asleep:
@@ -232,7 +270,7 @@ class EngineCore:
         packed = self._executor.pack(plan, next(self._step_ids))
         packed_us = self.log.now()
         self._executor.dispatch(packed, packed_us)
-        self._on_dispatched(plan)
+        self.observer.dispatched(plan)
         for chunk in plan.admitted:
             # A restored sequence may have more cached tokens than its prompt.
             cached = min(chunk.start, chunk.seq.num_prompt)
@@ -265,7 +303,7 @@ class EngineCore:
         ready_us = self.log.now()
         # With pipeline stages, this is the time of one dispatch, which ran a step on each stage.
         begun_us = begin_us if step.begun_us is None else step.begun_us
-        self._on_step_time(step, results, ready_us - max(begun_us, self._last_ready_us))
+        self.observer.read(step, results, ready_us - max(begun_us, self._last_ready_us))
         self._last_ready_us = ready_us
         self._outputs.add_prompt_logprobs(step.plan, results)
         ended = self._outputs.pool(step.plan, results)
@@ -310,21 +348,6 @@ class EngineCore:
         for end in ended:
             self._end(end)
         return touched
-
-    def _on_dispatched(self, plan: StepPlan) -> None:
-        """Called after a step was dispatched."""
-
-    def _on_step_time(self, step: DispatchedStep, results: StepResults, us: int) -> None:
-        """After a step was read: its time `us` updates step times and the rate of prefills."""
-        if not step.together:
-            return
-        self.scheduler.observe_step_time(step.together, us)
-        key, most = step.key, self.scheduler.config.max_prefill_tokens
-        large = 2 * key.prefill_tokens >= key.num_tokens and 4 * key.prefill_tokens >= most
-        if large and step.plan.prefills:
-            spans = ((chunk.start, chunk.start + chunk.num_tokens) for chunk in step.plan.prefills)
-            pairs = sum(causal_pairs(start, stop) for start, stop in spans)
-            self.kv.rates.prefilled(key.num_tokens, pairs, us)
 
     def _abort(self, request: Request) -> None:
         for output in request.unfinished:

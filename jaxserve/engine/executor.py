@@ -5,14 +5,18 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.page_table import PageTable
 from jaxserve.structured.matcher import TokenMatcher
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.adapters import StagedAdapter
 
 
 class Executor(Protocol):
@@ -55,6 +59,27 @@ class Executor(Protocol):
 
     def read(self, step: DispatchedStep) -> StepResults:
         """Waits for a step's results."""
+
+
+class StepObserver(Protocol):
+    """What is done about each step beside running it: by `MeasuredTimes`, or to keep several hosts
+    in lockstep by `ReplicatedCore`."""
+
+    def dispatched(self, plan: StepPlan) -> None:
+        """Called after a step was dispatched."""
+
+    def read(self, step: DispatchedStep, results: StepResults, us: int) -> None:
+        """Called after a step was read, which took `us`."""
+
+
+class AdapterLoader(Protocol):
+    """The LoRA adapters of an engine (`runtime.adapters.AdapterSlots`)."""
+
+    def load(
+        self, wanted: LoRARequest | StagedAdapter, *, in_place: bool, pinned: bool
+    ) -> LoadedAdapter: ...
+
+    def remove(self, name: str) -> None: ...
 
 
 class Transfers(Protocol):

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import RequestError
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
 from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams

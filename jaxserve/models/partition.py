@@ -22,7 +22,7 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import AnySpec, Params, ParamSpec, Rearranged, Stacked
-from jaxserve.models.quantization_config import has_few_scales
+from jaxserve.models.quantization_scheme import has_few_scales
 from pallas_kernels.quantized_matmul import Format
 from sharding_rules import HeadLayout, pad_to
 
@@ -119,8 +119,8 @@ def _split_format(spec: ParamSpec, tensor: int, split: Collection[str]) -> Forma
     if format.ordered and "experts" in spec.axes:
         return None
     try:
-        if format.group is not None:
-            format = dataclasses.replace(format, group=math.gcd(format.group, inputs))
+        if format.group_size is not None:
+            format = dataclasses.replace(format, group_size=math.gcd(format.group_size, inputs))
         format.num_groups(inputs)
     except ValueError:
         return None

@@ -99,9 +99,10 @@ def has_groups_of(stored: Format | None, format: Format) -> bool:
     """Whether `format` is the stored one, or it with groups that divide its own."""
     if stored is None or stored == format:
         return stored is not None
-    if stored.group is None or format.group is None or stored.group % format.group:
+    larger, smaller = stored.group_size, format.group_size
+    if larger is None or smaller is None or larger % smaller:
         return False
-    return dataclasses.replace(stored, group=format.group) == format
+    return dataclasses.replace(stored, group_size=format.group_size) == format
 
 
 def regrouped(weight: QuantizedWeight, format: Format) -> QuantizedWeight:
@@ -109,7 +110,7 @@ def regrouped(weight: QuantizedWeight, format: Format) -> QuantizedWeight:
     times."""
     if weight.format == format:
         return weight
-    times = weight.format.group // format.group
+    times = weight.format.group_size // format.group_size
     scales, minima = (
         None if plane is None else np.repeat(plane, times, axis=1)
         for plane in (weight.scales, weight.minima)

@@ -8,102 +8,17 @@ activations are left out.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Collection
-from typing import Any, Literal
-
-import jax.numpy as jnp
+from typing import Any
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_files import shown
-from pallas_kernels.quantized_matmul import FP8, Format
+from jaxserve.models.quantization_scheme import Matcher, QuantizationConfig, Scheme
 
 FIELD = "quantization_config"
-Storage = Literal["fp8", "int8", "packed", "awq", "gptq"]
-"""Which tensors a weight is stored in (loading/quantized/tensors.py)."""
-
 _LARGEST_SIZE = 1 << 20
-_INT4_BLOCK = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """How the weight [out, in] of a linear layer is stored: (value - zero point) * scale.
-
-    bits: of a value.
-    symmetric: zero points are all in the middle of the values' range; floats have none.
-    group: consecutive inputs that share a scale; None for all.
-    rows: outputs that share a scale; None for all.
-    reordered: inputs name their group themselves (`g_idx`), which activation order makes. Groups
-        are as large as otherwise.
-    zeros_less_one: zero points are stored less one, modulo 2^bits.
-    scale_names: the last parts of the names that the tensor of scales may have.
-    """
-
-    storage: Storage
-    bits: int
-    symmetric: bool = True
-    group: int | None = None
-    rows: int | None = 1
-    reordered: bool = False
-    zeros_less_one: bool = False
-    scale_names: tuple[str, ...] = ("weight_scale",)
-
-    def format(self, num_inputs: int) -> Format | None:
-        """The format that has every value of such a weight exactly; None if no format has.
-
-        Scales of two bytes are assumed where there are zero points: their product is a minimum,
-        which float32 holds. Scales are float32 whatever the file has, so that memory is known from
-        `config.json` alone.
-        """
-        if self.storage == "fp8":
-            if self.group is None:
-                return FP8
-            # Groups are the same in all rows, and may be smaller than blocks.
-            format = Format("float8_e4m3fn", math.gcd(self.group, num_inputs))
-            return format if has_few_scales(format) else None
-        unit = _INT4_BLOCK if self.bits == 4 else 1
-        if (self.group or unit) % unit or num_inputs % (self.group or unit):
-            return None
-        return Format(
-            "int4" if self.bits == 4 else "int8",
-            self.group,
-            minimum=not self.symmetric,
-            ordered=self.reordered and self.group is not None,
-        )
-
-
-def has_few_scales(format: Format) -> bool:
-    """Whether scales add at most two bits to a value; more would be a fourth of float8's memory."""
-    return format.group is None or format.group >= 4 * jnp.dtype(format.scale_dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizationConfig:
-    """A parsed `quantization_config`.
-
-    method: its `quant_method`.
-    schemes: how the modules with names that `targets` match are stored; the first counts.
-    ignored: matches the names of modules that are stored unquantized.
-    """
-
-    method: str
-    schemes: tuple[tuple[Matcher, Scheme], ...]
-    ignored: Matcher
-
-    def scheme(self, module: str) -> Scheme | None:
-        """How the weight of a linear layer is stored, by the name of its module; None if it is not
-        quantized."""
-        if module.endswith("embed_tokens") or self.ignored(module):
-            return None
-        return next((scheme for targets, scheme in self.schemes if targets(module)), None)
-
-
-Matcher = Callable[[str], bool]
-"""Whether the name of a module is meant."""
 
 
 def parse(raw: dict[str, Any]) -> QuantizationConfig | None:
@@ -246,7 +161,7 @@ def _fp8(fields: _Fields) -> QuantizationConfig:
     block = fields.block("weight_block_size")
     rows, group = block or (None, None)
     names = ("weight_scale_inv",) if block else ("weight_scale", "weight_scale_inv")
-    scheme = Scheme("fp8", 8, group=group, rows=rows, scale_names=names)
+    scheme = Scheme("fp8", 8, group_size=group, rows=rows, scale_names=names)
     ignored = fields.names("modules_to_not_convert", "ignored_layers")
     return QuantizationConfig("fp8", ((_not_the_head, scheme),), _parts_of_names(ignored))
 
@@ -257,7 +172,7 @@ def _awq(fields: _Fields) -> QuantizationConfig:
         fields.one_of(name, ("gemm",), "gemm")
     fields.one_of("zero_point", (True,), True)
     group = fields.group("group_size" if fields.get("q_group_size") is None else "q_group_size")
-    scheme = Scheme("awq", 4, symmetric=False, group=group, scale_names=("scales",))
+    scheme = Scheme("awq", 4, symmetric=False, group_size=group, scale_names=("scales",))
     ignored = fields.names("modules_to_not_convert")
     return QuantizationConfig("awq", ((_not_the_head, scheme),), _parts_of_names(ignored))
 
@@ -274,7 +189,7 @@ def _gptq(fields: _Fields) -> QuantizationConfig:
         "gptq",
         bits,
         symmetric=fields.boolean("sym", True),
-        group=fields.group("group_size"),
+        group_size=fields.group("group_size"),
         reordered=fields.boolean("desc_act", False),
         zeros_less_one="gptq_v2" not in versions,
         scale_names=("scales",),
@@ -353,7 +268,7 @@ def _scheme_of_group(group: _Fields, default: str) -> Scheme:
         "packed" if packed else "int8" if kind == "int" else "fp8",
         bits,
         symmetric=weights.boolean("symmetric", True),
-        group=inputs,
+        group_size=inputs,
         rows=rows,
         reordered=order in ("group", "dynamic") or order is True,
     )

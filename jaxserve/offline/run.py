@@ -18,8 +18,8 @@ from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.settings.chat_settings import ChatSettings
 from jaxserve.offline.job import BatchJob, settings_of
 from jaxserve.offline.journal import Result
-from jaxserve.offline.reports.timeline import Timeline
 from jaxserve.offline.requests import BatchRequest, refused
+from jaxserve.offline.timeline import Timeline
 from jaxserve.offline.totals import JobTotals
 from jaxserve.offline.windows import Prompt, Window, windows
 from jaxserve.offline.workers import EngineWorker, PromptProgress, ReplicasWorker, Worker

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, StrictBool
 
-from jaxserve.protocol.fields import Fields, Ignored, only
+from jaxserve.protocol.field_types import Ignored, only
+from jaxserve.protocol.fields import Fields
 
 _NEVER = "leave it out: requests keep their tokens and go on"
 

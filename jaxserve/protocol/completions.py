@@ -14,7 +14,8 @@ from jaxserve.core.requests.sampling_params import MAX_N, SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import ErrorReply, FieldError
-from jaxserve.protocol.fields import GenerationFields, Integer, only
+from jaxserve.protocol.field_types import Integer, only
+from jaxserve.protocol.fields import GenerationFields
 from jaxserve.protocol.logprobs import (
     TextOffsets,
     completion_logprobs,

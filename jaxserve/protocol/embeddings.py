@@ -16,7 +16,8 @@ from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.pooling import Pooling, PoolingParams, pairs, similarity
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import UnavailableError
-from jaxserve.protocol.fields import Integer, ListOf, PromptFields
+from jaxserve.protocol.field_types import Integer, ListOf
+from jaxserve.protocol.fields import PromptFields
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.prompts import Prompts, tokenized
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator
 from jaxserve.core.errors import PromptTooLongError, RequestError
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import Integer, ListOf
+from jaxserve.protocol.field_types import Integer, ListOf
 from jaxserve.protocol.model import Model
 
 MAX_PROMPTS = 2048

@@ -9,7 +9,8 @@ from pydantic import Field, StrictBool
 
 from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.errors import FieldError, shown
-from jaxserve.protocol.fields import Fields, Integer, JsonObject, ListOf
+from jaxserve.protocol.field_types import Integer, JsonObject, ListOf
+from jaxserve.protocol.fields import Fields
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.tools import Tool, check_tools
 

@@ -13,7 +13,8 @@ from jsonschema import Draft202012Validator
 from pydantic import AfterValidator, ConfigDict, Field, StrictBool
 
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import Fields, JsonObject
+from jaxserve.protocol.field_types import JsonObject
+from jaxserve.protocol.fields import Fields
 
 MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 1 << 16

@@ -12,8 +12,8 @@ from jaxserve.core.errors import EngineClosedError, OverloadedError, RequestErro
 from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest, check_lora_request
 from jaxserve.models.loading.adapter import Adapter, read_adapter
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 
 class StagedAdapter(NamedTuple):
@@ -56,11 +56,18 @@ class AdapterSlots:
             return self._read(request)
         return None if self._found(request) is not None else self._read(request)
 
-    def add(self, wanted: LoRARequest | StagedAdapter, *, pinned: bool = True) -> LoadedAdapter:
+    def load(
+        self, wanted: LoRARequest | StagedAdapter, *, in_place: bool = False, pinned: bool = True
+    ) -> LoadedAdapter:
         """Loads an adapter unless it is loaded. A `pinned` one stays until it is removed.
+        `in_place`: it takes the place of the one with its name if there is one, whose slot is free
+        once the requests that use it have finished.
 
-        Raises as `staged` does, and OverloadedError when no slot is free and none can be freed.
+        Raises as `staged` does, and OverloadedError when no slot is free and none can be freed; the
+        one before then stays.
         """
+        if in_place:
+            return self._replace(wanted)
         request = wanted.request if isinstance(wanted, StagedAdapter) else wanted
         found = self._found(request) or self._load(self._staged(wanted))
         if pinned:
@@ -69,24 +76,9 @@ class AdapterSlots:
         self._loaded[request.name] = found
         return found
 
-    def replace(self, wanted: LoRARequest | StagedAdapter) -> LoadedAdapter:
-        """Loads an adapter, in the place of the one with its name if there is one, whose slot is
-        free once the requests that use it have finished. Raises as `add` does; the one before then
-        stays."""
-        request = wanted.request if isinstance(wanted, StagedAdapter) else wanted
-        self._check_request(request)
-        staged = self._staged(wanted)
-        before = self._loaded.pop(request.name, None)
-        try:
-            return self.add(staged)
-        except BaseException:
-            if before is not None:
-                self._loaded[request.name] = before
-            raise
-
     def use(self, request: LoRARequest) -> LoadedAdapter:
-        """The adapter of a request, loaded if it was not. Raises as `add` does."""
-        return self.add(request, pinned=False)
+        """The adapter of a request, loaded if it was not. Raises as `load` does."""
+        return self.load(request, pinned=False)
 
     def remove(self, name: str) -> None:
         """Unloads an adapter. Its slot is free once the requests that use it have finished. Raises
@@ -107,6 +99,18 @@ class AdapterSlots:
     def close(self) -> None:
         """Frees what it holds of the device."""
         self._runner = None
+
+    def _replace(self, wanted: LoRARequest | StagedAdapter) -> LoadedAdapter:
+        request = wanted.request if isinstance(wanted, StagedAdapter) else wanted
+        self._check_request(request)
+        staged = self._staged(wanted)
+        before = self._loaded.pop(request.name, None)
+        try:
+            return self.load(staged)
+        except BaseException:
+            if before is not None:
+                self._loaded[request.name] = before
+            raise
 
     def _found(self, request: LoRARequest) -> LoadedAdapter | None:
         """The loaded adapter with a request's name. Raises RequestError for another path."""

@@ -17,9 +17,9 @@ from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
 from jaxserve.kv.offload.transfers import TRANSFER_SIZES
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
-from jaxserve.runtime.planning.engine_plan import EnginePlan
 from jaxserve.runtime.planning.memory import STAGING_BUFFERS
 from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.token_kv import PageBytesLayout, TokenKV
 
 _CALIBRATIONS = 3

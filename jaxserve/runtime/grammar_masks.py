@@ -10,7 +10,7 @@ import numpy as np
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.core.steps.results import NO_TOKEN
-from jaxserve.runtime.device_step import DeviceStep, PackedInputs, SamplingRow
+from jaxserve.runtime.programs.device_step import DeviceStep, PackedInputs, SamplingRow
 from jaxserve.sampling.speculation import SpeculationState
 from jaxserve.structured.lookahead import Forced, look_ahead
 from jaxserve.structured.matcher import TokenMatcher, advance

@@ -13,7 +13,7 @@ from jaxserve.core.errors import ConfigError, OutOfMemoryError, WeightsError
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.live import check_params, check_same_model, moved
 from jaxserve.models.loading.params import load_params
-from jaxserve.runtime.planning.engine_plan import EnginePlan
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.state_memory import StateMemory
 
 WeightsSource = Mapping[str, Any] | str | Path
@@ -36,12 +36,10 @@ class LiveWeights:
     """Changes the weights of an engine between its steps. None of this compiles anything.
 
     Attributes:
-        version: the number of times that weights were replaced.
         asleep: the memory that is given back at the moment.
     """
 
     def __init__(self, plan: EnginePlan, memory: StateMemory) -> None:
-        self.version = 0
         self.asleep: frozenset[Memory] = frozenset()
         self._plan = plan
         self._memory = memory
@@ -92,7 +90,6 @@ class LiveWeights:
         self._checkpoint = staged.checkpoint
         self._dropped = False
         self.asleep -= {"weights"}
-        self.version += 1
 
     def sleep(self, level: int) -> None:
         """Frees the KV pool, and moves the weights to host memory (level 1) or drops them (2), from
@@ -125,8 +122,8 @@ class LiveWeights:
     def _reload(self) -> None:
         if self._checkpoint is None:
             raise WeightsError(
-                f"the weights of version {self.version} came from arrays, and sleep(level=2) "
-                "dropped them; call update_weights before wake_up, or sleep at level 1."
+                "the weights came from arrays, and sleep(level=2) dropped them; call "
+                "update_weights before wake_up, or sleep at level 1."
             )
         shapes = self._plan.shapes
         params = load_params(

@@ -8,7 +8,7 @@ the previous one, so the device runs the steps in plan order.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -28,14 +28,14 @@ from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import StepResults, TokenLogprobs
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
-from jaxserve.runtime.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.grammar_masks import GrammarMasks
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.compilation.executables import Programs
-from jaxserve.runtime.programs.device_state import allocate, filled
+from jaxserve.runtime.programs.device_state import allocate, filled, put
+from jaxserve.runtime.programs.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.state_memory import StateMemory
 from jaxserve.runtime.step_block import StepBlock
@@ -232,7 +232,7 @@ class Runner:
         if any(chunk.seq.pooling is None for chunk in packed.sampled):
             token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden.sampled)
         if self._kinds.proposer is not None:
-            self._kinds.proposer.follow(self._state, packed, key, hidden)
+            self._kinds.proposer.extend(self._state, packed, key, hidden)
         prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
         chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
         counts = acceptance and acceptance._replace(drafts=None)
@@ -323,12 +323,28 @@ class Runner:
     def read_pages(self, pages: SequenceOf[int]) -> np.ndarray:
         """Copy up to TRANSFER_PAGES pages to the host, uint8 [pages, bytes], layer by layer; waits
         for the device."""
+        return self.page_bytes(self._gathered(pages), len(pages))
+
+    def take_pages(self, pages: SequenceOf[int]) -> list[jax.Array]:
+        """Copies of up to TRANSFER_PAGES pages on the devices, an array for each layer, for
+        `page_bytes`, as of the steps dispatched so far. Does not wait for the device: a layer is
+        copied once the last program that writes to it has run."""
+        staged = [*self._gathered(pages)]
+        for layer in staged:
+            layer.copy_to_host_async()
+        return staged
+
+    def page_bytes(self, layers: Iterable[jax.Array], count: int) -> np.ndarray:
+        """The first `count` pages of `take_pages`, uint8 [pages, bytes]. Waits for one layer after
+        another; any thread may call it."""
+        copied = [np.asarray(layer)[:count] for layer in layers]
+        parts = np.concatenate([self._by_device(layer) for layer in copied], axis=2)
+        return np.ascontiguousarray(parts).view(np.uint8).reshape(count, -1)
+
+    def _gathered(self, pages: SequenceOf[int]) -> Iterator[jax.Array]:
         self._drain()
-        alike = zip(self._state.kv, self.shapes.kv.alike)
-        staged = (self._kinds.gather([layer], pages, first) for layer, first in alike)
-        layers = [np.asarray(layer)[: len(pages)] for layer in staged]
-        parts = np.concatenate([self._by_device(layer) for layer in layers], axis=2)
-        return np.ascontiguousarray(parts).view(np.uint8).reshape(len(pages), -1)
+        for layer, first in zip(self._state.kv, self.shapes.kv.alike):
+            yield self._kinds.gather([layer], pages, first)
 
     def write_pages(self, pages: SequenceOf[int], payload: np.ndarray) -> None:
         """Write up to TRANSFER_PAGES pages, given as `read_pages` returns them."""
@@ -340,7 +356,7 @@ class Runner:
             size = place.shape[1] // parts.shape[1]
             staging = np.zeros(place.shape, place.dtype)
             staging[: len(pages)] = parts[:, :, done : done + size].reshape(len(pages), -1)
-            staged, done = jax.device_put(staging, place.sharding), done + size
+            staged, done = put(staging, place.sharding), done + size
             own = kv[index : index + 1]
             kv[index : index + 1] = self._kinds.scatter(own, pages, staged, first)
 

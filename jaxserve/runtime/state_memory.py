@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jaxserve.models.family import Params
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.device_state import DeviceState, filled
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
-from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.weights.source import ResidentWeights
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxserve.core.errors import WeightsError
-from jaxserve.runtime.device_step import PackedInputs
+from jaxserve.runtime.hardware.arrays import tree_bytes
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.forward.forward_programs import Entered, Forward, Hidden, block_bytes
-from jaxserve.runtime.programs.kinds import ProgramKinds
-from jaxserve.runtime.programs.shapes.arrays import tree_bytes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 Pairs = Sequence[tuple[int, int]]

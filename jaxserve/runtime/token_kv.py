@@ -13,7 +13,7 @@ the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -122,6 +122,17 @@ class TokenKV:
         on_device = tier is Tier.DEVICE
         payload = self._runner.read_pages(pages) if on_device else self._stores[tier].read(pages)
         return [layout.tokens(payload) for layout in self.layouts]
+
+    def take(self, pages: Sequence[int]) -> Callable[[], list[np.ndarray]]:
+        """As `read`, of pages of the device as they are now: what it returns reads them later, in
+        any thread, while steps go on."""
+        layers, runner = self._runner.take_pages(pages), self._runner
+
+        def read() -> list[np.ndarray]:
+            payload = runner.page_bytes(layers, len(pages))
+            return [layout.tokens(payload) for layout in self.layouts]
+
+        return read
 
     def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None:
         """Writes KV of whole pages, by layout, to up to TRANSFER_PAGES pages of the device. Layers

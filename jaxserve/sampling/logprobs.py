@@ -9,7 +9,8 @@ from jax import lax
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
 from jaxserve.core.steps.results import TokenLogprobs
 from jaxserve.models import parallel
-from jaxserve.sampling.vocabulary import ordered_sum
+from jaxserve.sampling.branches import unless_skipped
+from jaxserve.sampling.vocabulary import largest_few, ordered_sum
 
 
 def no_logprobs(rows: int) -> TokenLogprobs[jax.Array]:
@@ -49,7 +50,7 @@ def token_logprobs(
     higher = ordered_sum((logits > chosen[:, None]).astype(jnp.int32))
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values, ids = lax.top_k(logits, min(TOP_LOGPROBS, count))
+        values, ids = largest_few(logits, min(TOP_LOGPROBS, count))
         if parallel.num_vocab_ranks() > 1:
             values = parallel.gather_over_vocab(values)
             ids = parallel.gather_over_vocab(first + ids)
@@ -60,18 +61,16 @@ def token_logprobs(
         return jnp.pad(ids, missing), values
 
     empty = no_logprobs(rows)
-    top_ids, top_values = lax.cond(with_top, top, lambda: (empty.top_ids, empty.top_logprobs))
+    top_ids, top_values = lax.cond(
+        unless_skipped(with_top), top, lambda: (empty.top_ids, empty.top_logprobs)
+    )
     if listed_ids is not None:
-
-        def with_listed() -> tuple[jax.Array, jax.Array]:
-            place = listed_ids - first
-            here = (place >= 0) & (place < count)
-            own = jnp.take_along_axis(logits, jnp.clip(place, 0, count - 1), axis=1)
-            values = parallel.sum_over_vocab(jnp.where(here, own, 0.0)) - normalizer[:, None]
-            rows = listed[:, None]
-            return jnp.where(rows, listed_ids, top_ids), jnp.where(rows, values, top_values)
-
-        top_ids, top_values = lax.cond(jnp.any(listed), with_listed, lambda: (top_ids, top_values))
+        place = listed_ids - first
+        here = (place >= 0) & (place < count)
+        own = jnp.take_along_axis(logits, jnp.clip(place, 0, count - 1), axis=1)
+        values = parallel.sum_over_vocab(jnp.where(here, own, 0.0)) - normalizer[:, None]
+        top_ids = jnp.where(listed[:, None], listed_ids, top_ids)
+        top_values = jnp.where(listed[:, None], values, top_values)
     return TokenLogprobs(
         logprobs=chosen - normalizer,
         ranks=1 + parallel.sum_over_vocab(higher),

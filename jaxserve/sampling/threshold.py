@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p as one threshold a row, found by bisection instead of sorting.
+"""Top-k, top-p and min-p as one threshold a row, found by searching its bits instead of sorting.
 
 A kept set is always {tokens whose weight >= floor}, weights being exp((logit - max) / T). The bits
 of a non-negative float order like the float, so a floor is bisected over at most 31 integer steps
@@ -26,6 +26,9 @@ CANDIDATE_CELLS = 64
 _MIN_CELLS_OF_RANK = 8
 _SMALLEST = np.finfo(np.float32).tiny
 _ABOVE_ONE_BITS = int(np.float32(1).view(np.int32)) + 1
+# A floor has at most 30 bits: ten rounds of seven tries find three each.
+_STEP_BITS, _STEPS = 3, 10
+_FIRST_STEP = 1 << _STEP_BITS * (_STEPS - 1)
 
 # (weights [rows, n], floor [rows]) -> amount at or above the floor [rows]
 Measure = Callable[[jax.Array, jax.Array], jax.Array]
@@ -41,6 +44,48 @@ def weight_floor(
     keep. Off: top_k = 0, top_p = 1, min_p = 0. The floor is positive, so zero weights never pass.
     """
     floor = jnp.maximum(min_p, _SMALLEST)
+    return lax.platform_dependent(
+        *(weights, top_k, top_p, floor), cuda=_searched_floor, default=_bisected_floor
+    )
+
+
+def _searched_floor(
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, floor: jax.Array
+) -> jax.Array:
+    """In a fixed number of passes: a GPU's host would wait for each trip of a loop that may end
+    early (branches.py)."""
+    count = _search(weights, jnp.ones_like(weights), top_k.astype(jnp.float32), floor)
+    floor = jnp.where(top_k > 0, count, floor)
+    (mass,) = _amounts(weights, weights, [floor])
+    return jnp.where(top_p < 1, _search(weights, weights, top_p * mass, floor), floor)
+
+
+def _search(
+    weights: jax.Array, amounts: jax.Array, target: jax.Array, floor: jax.Array
+) -> jax.Array:
+    """The largest floor at or above which there is at least the target, or `floor`."""
+
+    def narrow(index: jax.Array, low: jax.Array) -> jax.Array:
+        step = jnp.int32(_FIRST_STEP) >> (index * _STEP_BITS)
+        tried = [low + step * n for n in range(1, 1 << _STEP_BITS)]
+        found = _amounts(weights, amounts, [*map(_float, tried)])
+        enough = [(each >= target) & (bits < _ABOVE_ONE_BITS) for each, bits in zip(found, tried)]
+        return low + step * sum(each.astype(jnp.int32) for each in enough)
+
+    return _float(lax.fori_loop(0, _STEPS, narrow, _bits(floor)))
+
+
+def _amounts(weights: jax.Array, amounts: jax.Array, floors: list[jax.Array]) -> list[jax.Array]:
+    """At or above each of the floors [rows], all in one pass."""
+    kept = [jnp.where(weights >= floor[:, None], amounts, 0.0) for floor in floors]
+    zeros = [jnp.float32(0)] * len(floors)
+    sums = lax.reduce(kept, zeros, lambda a, b: [x + y for x, y in zip(a, b)], (1,))
+    return [*map(parallel.sum_over_vocab, sums)]
+
+
+def _bisected_floor(
+    weights: jax.Array, top_k: jax.Array, top_p: jax.Array, floor: jax.Array
+) -> jax.Array:
     filters = jnp.any((top_k > 0) | (top_p < 1))
     return lax.cond(filters, _filtered_floor, lambda *args: args[-1], weights, top_k, top_p, floor)
 

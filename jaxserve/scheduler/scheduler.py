@@ -93,7 +93,8 @@ class Scheduler(SequenceLifecycle):
         if self.config.prefix_cost is not None:
             size = self.pool.page_size
             decodes, groups = group_decodes(decodes, size, self.config.prefix_cost)
-        plan = StepPlan(tuple(decodes), tuple(prefills), *self._take_changes(), groups=groups)
+        changes = self._take_changes()
+        plan = StepPlan(tuple(decodes), tuple(prefills), *changes, decode_groups=groups)
         if self.step_time is not None:
             self.step_time.dispatched(StepLoad.of(plan))
         return plan
@@ -101,7 +102,7 @@ class Scheduler(SequenceLifecycle):
     def prefix_kv_bytes(self, plan: StepPlan) -> tuple[int, int]:
         """Bytes of KV that the groups of a plan share, as its step reads them, once a group, and as
         it would if every decode read them for itself."""
-        if not plan.groups:
+        if not plan.decode_groups:
             return 0, 0
         page_bytes = self.pool.page_size * self.config.prefix_cost.token_bytes
         once, alone = plan.prefix_page_reads

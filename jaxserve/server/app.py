@@ -18,8 +18,8 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.core.version import __version__
 from jaxserve.protocol.errors import ErrorReply, field_error_of, reply_to
 from jaxserve.server.background import BackgroundResponses
+from jaxserve.server.disconnect import ClientGoneError
 from jaxserve.server.http.connections import ConnectionLimits
-from jaxserve.server.http.disconnect import ClientGoneError
 from jaxserve.server.http.middleware import (
     OPEN_PATHS,
     ApiKeys,

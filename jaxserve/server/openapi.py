@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxserve.protocol.responses import ErrorBody, MessageError
+from jaxserve.protocol.response_models import ErrorBody, MessageError
 
 
 def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

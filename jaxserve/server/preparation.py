@@ -12,7 +12,7 @@ from starlette.requests import Request
 from jaxserve.core.errors import OverloadedError
 from jaxserve.protocol.errors import UnavailableError
 from jaxserve.protocol.model import Model
-from jaxserve.server.http.disconnect import cancel_on_disconnect
+from jaxserve.server.disconnect import cancel_on_disconnect
 
 DEADLINE_S = 30.0
 """Time limit for a preparation, its time in the queue included."""

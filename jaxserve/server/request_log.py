@@ -9,7 +9,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.core.requests.outputs import RequestOutput
-from jaxserve.protocol.fields import REQUEST_ID
+from jaxserve.protocol.field_types import REQUEST_ID
 from jaxserve.server.request_state import RequestState, create
 
 HEADER = b"x-request-id"

@@ -17,7 +17,7 @@ from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.protocol.endpoints import ParsedGeneration, ParsedRequest
 from jaxserve.protocol.errors import ErrorReply, check_generated, renamed, reply_to
 from jaxserve.protocol.messages_api.reply import error_body
-from jaxserve.server.http.disconnect import ClientGoneError, cancel_on_disconnect
+from jaxserve.server.disconnect import ClientGoneError, cancel_on_disconnect
 from jaxserve.server.request_state import RequestState, state_of
 from jaxserve.server.service import Service
 

@@ -25,7 +25,7 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.protocol.endpoints import ParsedRequest
 from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableError
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.responses import State
+from jaxserve.protocol.response_models import State
 from jaxserve.server.exposition import Exposition
 from jaxserve.server.preparation import NUM_THREADS, Kind, PreparationPool, stopping_error
 from jaxserve.server.restored_requests import RestoredRequests

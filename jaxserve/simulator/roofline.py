@@ -114,7 +114,7 @@ class Roofline:
                 pairs = read = sum(_seen(chunk.start, window) for chunk in plan.decodes)
                 if key.width > 1:
                     pairs += sum(c.num_drafts * _seen(c.start, window) for c in plan.decodes)
-                if plan.groups and window is None and self._shared is not None:
+                if plan.decode_groups and window is None and self._shared is not None:
                     read -= self._shared.saved(plan)
                 seconds += self._rates.part_s(flops * pairs, kv_bytes * read)
             if plan.prefills:

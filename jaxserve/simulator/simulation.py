@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
+from jaxserve.core.commands import Abort
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog, Record
-from jaxserve.core.requests.commands import Abort
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
+from jaxserve.engine.commands import Resume
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.prompts import TokenizedPrompt
@@ -244,7 +245,7 @@ class Simulation:
         )
         state.apply(resumed, None, self.clock.now(), self._max_model_len, self.core.kv)
         try:
-            self.core.accept(resumed)
+            self.core.apply(Resume(resumed))
         except BaseException:
             self.unstage(table)
             raise

@@ -39,7 +39,7 @@ class PrefixSharing:
         """How many tokens less the decodes of a plan read, in a layer of full attention."""
         return sum(
             self.cost.gain(num_decodes, num_pages * self.page_size)
-            for _, num_decodes, num_pages in plan.groups
+            for _, num_decodes, num_pages in plan.decode_groups
         )
 
 

@@ -14,7 +14,7 @@ import tokenizers
 from jaxserve.core.errors import ModelError, RequestError
 from jaxserve.core.model_files import check_regular, read_json, read_text, shown
 from jaxserve.text import gguf_vocab
-from jaxserve.text.chat import render_chat
+from jaxserve.text.chat import RESERVED_VARIABLES, render_chat
 from jaxserve.text.token_bytes import Spelling
 from jaxserve.text.tokenizer_limits import check_backend, library_errors
 
@@ -304,6 +304,33 @@ class Tokenizer:
             tools=tools,
             variables={**self._special_tokens, **kwargs},
         )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool | None = None,
+        *,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of `apply_chat_template`, with `chat_template_kwargs` as variables. Raises
+        RequestError also for one of these that is a parameter of its own."""
+        variables = chat_template_kwargs or {}
+        if taken := sorted(RESERVED_VARIABLES & set(variables)):
+            raise RequestError(
+                f"chat_template_kwargs must not set {taken[0]!r}; it is a parameter of its own."
+            )
+        text = self.apply_chat_template(
+            messages,
+            add_generation_prompt,
+            tools,
+            continue_final_message,
+            chat_template,
+            **variables,
+        )
+        return self.encode(text, add_special_tokens=False)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

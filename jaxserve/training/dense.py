@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models.drafters import eagle
-from jaxserve.models.drafters.follower import Follower
+from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.family import Family, LayeredAttention, Params
 
 
@@ -53,7 +53,7 @@ def draft_states(
     params: Params,
     embedded: jax.Array,
     states: jax.Array,
-    follower: Follower = eagle.FOLLOWER,
+    feature_layer: FeatureLayer = eagle.FEATURE_LAYER,
     attention: LayeredAttention | None = None,
 ) -> jax.Array:
     """What a layer expects after `states` [sequences, tokens, hidden], each followed by a token
@@ -62,12 +62,12 @@ def draft_states(
     sequences, tokens, size = embedded.shape
     positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
     embedded, flat = (x.reshape(-1, size) for x in (embedded, states))
-    x, shared = follower.fuse(params, config, embedded, flat, positions)
+    x, shared = feature_layer.fuse(params, config, embedded, flat, positions)
     attention = attention or functools.partial(_attention, config, sequences)
     (layer,), (kind,) = params["layers"], config.layer_kinds
     own = functools.partial(attention, 0)
-    x = follower.family.layer(layer, config, kind, x, shared, own)
-    return follower.expected(params, config, x).reshape(sequences, tokens, size)
+    x = feature_layer.family.layer(layer, config, kind, x, shared, own)
+    return feature_layer.expected(params, config, x).reshape(sequences, tokens, size)
 
 
 def _attention(

@@ -149,7 +149,7 @@ def loss(
     positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), sequences)
     embedded, _ = family.embed(params, config, token_ids.reshape(-1), positions)
     embedded = embedded.reshape(hidden.shape)[:, 1:]
-    follower = eagle3.follower(shapes, Eagle3Config((), len(guessable), mapped=False))
+    feature_layer = eagle3.feature_layer(shapes, Eagle3Config((), len(guessable), mapped=False))
     features = eagle3.features(arrays, followed[:, :-1].reshape(-1, followed.shape[-1]))
     features = features.reshape(embedded.shape)
 
@@ -157,7 +157,7 @@ def loss(
     attention = functools.partial(_attention, shapes, sequences, earlier)
     total = jnp.float32(0)
     for index in range(passes):
-        features = draft_states(shapes, arrays, embedded, features, follower, attention)
+        features = draft_states(shapes, arrays, embedded, features, feature_layer, attention)
         logits = eagle3.draft_logits(shapes.rms_norm_eps, arrays, features.reshape(-1, size))
         each = optax.softmax_cross_entropy(logits, target_probs).reshape(sequences, -1)
         counted = generated[:, 1:] & (jnp.arange(tokens - 1) >= index)

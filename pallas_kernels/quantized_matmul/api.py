@@ -46,7 +46,7 @@ def quantized_matmul(
     if x.ndim != 2 or x.shape[1] != num_inputs:
         raise ValueError(f"x has shape {x.shape}; this weight takes [tokens, {num_inputs}].")
     takes = _WIDE
-    if weight.format.values == _FP8 and weight.format.group is None:
+    if weight.format.values == _FP8 and weight.format.group_size is None:
         takes += (_FP8,)
     if x.dtype.name not in takes:
         raise ValueError(f"x is {x.dtype}; {weight.format} takes {', '.join(takes)}.")

@@ -19,7 +19,7 @@ def shapes_class(weight, x) -> str:
     """The format, and whether tokens are few or many."""
     form = weight.format
     return (
-        f"{form.values} in {f'groups of {form.group}' if form.group else 'rows'}"
+        f"{form.values} in {f'groups of {form.group_size}' if form.group_size else 'rows'}"
         f"{' with minima' if form.minimum else ''}, {form.scale_dtype} scales, {x.dtype}, "
         f"{'few' if len(x) <= FEW_TOKENS else 'many'} tokens"
     )

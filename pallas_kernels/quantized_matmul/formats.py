@@ -30,7 +30,7 @@ class Format:
 
     values: "int8", "int4" or "float8_e4m3fn". With a minimum, integers are 0 to 255 or 0 to 15;
     without, -128 to 127 or -8 to 7.
-    group: consecutive inputs that share a scale (and a minimum), or None for a whole row.
+    group_size: consecutive inputs that share a scale (and a minimum), or None for a whole row.
     minimum: asymmetric; integers only.
     scale_dtype: of scales and minima, "float32", "float16" or "bfloat16".
     ordered: the weight has an order of its inputs, in which groups are consecutive.
@@ -39,7 +39,7 @@ class Format:
     """
 
     values: Literal["int8", "int4", "float8_e4m3fn"]
-    group: int | None
+    group_size: int | None
     minimum: bool = False
     scale_dtype: str = "float32"
     ordered: bool = False
@@ -56,10 +56,10 @@ class Format:
         if self.values == "float8_e4m3fn" and self.minimum:
             raise ValueError("float8_e4m3fn values have a sign and take no minimum.")
         multiple = INT4_BLOCK if self.values == "int4" else 1
-        if self.group is not None and (self.group < 1 or self.group % multiple):
+        if self.group_size is not None and (self.group_size < 1 or self.group_size % multiple):
             raise ValueError(
-                f"A group of {self.values} cannot be {self.group} inputs; it can be any positive "
-                f"multiple of {multiple}."
+                f"A group of {self.values} cannot be {self.group_size} inputs; it can be any "
+                f"positive multiple of {multiple}."
             )
 
     @property
@@ -69,13 +69,13 @@ class Format:
 
     def num_groups(self, num_inputs: int) -> int:
         """Scales per row. Raises ValueError when `num_inputs` is not a whole number of groups."""
-        unit = self.group or (INT4_BLOCK if self.values == "int4" else 1)
+        unit = self.group_size or (INT4_BLOCK if self.values == "int4" else 1)
         if num_inputs % unit:
             raise ValueError(
                 f"{num_inputs} inputs are not whole groups of {unit}; {self.values} "
                 f"{_possible_groups(self.values, num_inputs)}."
             )
-        return 1 if self.group is None else num_inputs // self.group
+        return 1 if self.group_size is None else num_inputs // self.group_size
 
 
 FP8 = Format("float8_e4m3fn", None)

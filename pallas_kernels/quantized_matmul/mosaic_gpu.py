@@ -87,11 +87,11 @@ class Tiling(NamedTuple):
 def unsupported(weight: QuantizedWeight, x: jax.Array) -> str | None:
     """Why `quantized_matmul` refuses arrays of these shapes and dtypes, None if it does not."""
     format, (num_outputs, num_inputs) = weight.format, weight.shape
-    takes = (*_WIDE, _FP8) if format.values == _FP8 and format.group is None else _WIDE
+    takes = (*_WIDE, _FP8) if format.values == _FP8 and format.group_size is None else _WIDE
     if x.dtype.name not in takes:
         return f"x is {x.dtype}; for {format} it can be one of {', '.join(takes)}."
-    if format.group not in (None, *GROUPS):
-        return f"groups are of {format.group} inputs; they can be of {GROUPS} or whole rows."
+    if format.group_size not in (None, *GROUPS):
+        return f"groups are of {format.group_size} inputs; they can be of {GROUPS} or whole rows."
     if num_outputs % ROWS:
         return f"the weight has {num_outputs} outputs; they can be any multiple of {ROWS}."
     multiple = 64 if format.values == "int4" else 32
@@ -119,7 +119,7 @@ def quantized_matmul(
     tokens = len(x)
     tiling = _tiling(weight, x)
     x = jnp.pad(x, ((0, -tokens % tiling.tokens), (0, 0)))
-    by_row = weight.format.group is None
+    by_row = weight.format.group_size is None
     planes = () if by_row else _aligned_planes(weight, tiling)
     y = _product(weight, planes, x, tiling, num_sms or compat.num_sms(), interpret)
     y, x = y[:tokens], x[:tokens]
@@ -144,7 +144,7 @@ def _tiling(weight, x):
     columns = next(n for n in (128, 64, 32) if n <= most and num_inputs % (n * per_byte) == 0)
     inputs = columns * per_byte
     step_bytes = rows * columns + inputs * tokens * x.dtype.itemsize
-    if weight.format.group is not None:
+    if weight.format.group_size is not None:
         scale_bytes = _scales_of_step(weight, inputs) * weight.scales.dtype.itemsize
         step_bytes += rows * scale_bytes * (1 if weight.minima is None else 2)
     slots = min(8, _SMEM_BYTES // blocks_per_sm // step_bytes)
@@ -159,7 +159,7 @@ def _values_per_byte(weight):
 
 def _scales_of_step(weight, inputs):
     """Scales per row that a step loads: those of its inputs, at least 16 bytes."""
-    return max(16 // weight.scales.dtype.itemsize, inputs // weight.format.group)
+    return max(16 // weight.scales.dtype.itemsize, inputs // weight.format.group_size)
 
 
 def _aligned_planes(weight, tiling):
@@ -252,8 +252,8 @@ def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret
                 if not planes:
                     return part
                 pieces = []
-                for offset in range(0, width, format.group // 2):
-                    piece = part[:, offset : offset + format.group // 2]
+                for offset in range(0, width, format.group_size // 2):
+                    piece = part[:, offset : offset + format.group_size // 2]
                     group = group_of(step, 2 * (start + offset))
                     scale, *minimum = (
                         in_layout(ring[slot, own_rows, group], _WGMMA.reduce(1))
@@ -267,9 +267,9 @@ def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret
 
             def group_of(step, start):
                 """Index among the loaded scales of the scale of a step's input `start`."""
-                if inputs // format.group == scales:
-                    return start // format.group
-                return lax.rem(lax.div(step * inputs + start, format.group), scales)
+                if inputs // format.group_size == scales:
+                    return start // format.group_size
+                return lax.rem(lax.div(step * inputs + start, format.group_size), scales)
 
             def across(per_row, count):
                 return lax.broadcast_in_dim(per_row.astype(dtype), (ROWS, count), (0,))
@@ -313,7 +313,7 @@ def _kernel(weight, planes, dtype, tiling, shares, token_tiles, parts, interpret
 
                     copy(values.at[own_rows, pl.ds(step * columns, columns)], value_ring.at[slot])
                     for plane, ring in zip(plane_refs, plane_rings):
-                        first_scale = lax.div(step * inputs, format.group * scales) * scales
+                        first_scale = lax.div(step * inputs, format.group_size * scales) * scales
                         copy(plane.at[own_rows, pl.ds(first_scale, scales)], ring.at[slot])
                     if float8:
                         copy(x.at[own_tokens, pl.ds(step * inputs, inputs)], x_ring.at[slot])

@@ -60,13 +60,13 @@ def unsupported(weight: QuantizedWeight, x: jax.Array) -> str | None:
         return f"x is {x.dtype}; it can be {', '.join(_X_DTYPES)}."
     if 0 in (*weight.shape, *x.shape):
         return f"a weight {list(weight.shape)} times x {list(x.shape)} is empty."
-    if weight.format.group is not None:
+    if weight.format.group_size is not None:
         columns = _group_columns(weight)
         if columns < MIN_COLUMNS or columns & (columns - 1):
-            least = weight.format.group // columns * MIN_COLUMNS
+            least = weight.format.group_size // columns * MIN_COLUMNS
             return (
-                f"groups are of {weight.format.group} inputs; of {weight.format.values} they can "
-                f"be of {least} times a power of two, or a whole row."
+                f"groups are of {weight.format.group_size} inputs; of {weight.format.values} they "
+                f"can be of {least} times a power of two, or a whole row."
             )
     return None
 
@@ -82,7 +82,7 @@ def quantized_matmul(weight: QuantizedWeight, x: jax.Array, *, interpret: Any = 
     dtype = jnp.bfloat16 if x.dtype.itemsize == 1 else jnp.promote_types(x.dtype, jnp.bfloat16)
     x = x.astype(dtype)
     result = _multiply(weight, _parts(weight, x), interpret)
-    if weight.format.group is None:
+    if weight.format.group_size is None:
         result = result * weight.scales[:, 0].astype(jnp.float32)
     if weight.minima is not None:
         result = result + _of_minima(weight, x)
@@ -121,7 +121,7 @@ def _multiply(weight, x, interpret):
         pl.BlockSpec((parts, tile_tokens, tile_columns), lambda row, token, at: (0, token, at)),
         pl.BlockSpec((tile_rows, tile_columns), lambda row, token, at: (row, at)),
     ]
-    if weight.format.group is not None:
+    if weight.format.group_size is not None:
         operands.append(_loadable(weight.scales))
         tiles_a_block = max(1, LANES * _group_columns(weight) // tile_columns)
         lanes = min(LANES, weight.scales.shape[1])
@@ -247,7 +247,7 @@ def _float_of(bits):
 
 
 def _group_columns(weight):
-    return weight.format.group // (2 if weight.format.values == "int4" else 1)
+    return weight.format.group_size // (2 if weight.format.values == "int4" else 1)
 
 
 def _round_up(number, multiple):

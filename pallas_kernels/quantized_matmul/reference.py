@@ -12,7 +12,7 @@ def dequantize(weight):
         values = np.concatenate([_unpacked(block) for block in _blocks_of_16(values)], axis=1)
         values = values if weight.format.minimum else values - 8
     values = values.astype(np.float64)
-    group = weight.format.group or values.shape[1]
+    group = weight.format.group_size or values.shape[1]
     values *= np.repeat(np.asarray(weight.scales, np.float64), group, axis=1)
     if weight.format.minimum:
         values += np.repeat(np.asarray(weight.minima, np.float64), group, axis=1)

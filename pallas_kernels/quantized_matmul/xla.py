@@ -76,7 +76,7 @@ def _multiply(tile, parts):
 
 
 def _one_scale(weight):
-    return weight.format.group is None and weight.minima is None
+    return weight.format.group_size is None and weight.minima is None
 
 
 def _rows(weight, first, rows):

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from batch_files import answers, errors, prompts, write_lines
+from exhaustive import EXHAUSTIVE
 
 from jaxserve.offline import run_batch
 
 pytestmark = pytest.mark.interfaces
 
-LINES, KILLS = 200, 12
+LINES, KILLS = 200, 12 if EXHAUSTIVE else 6
 
 
 def wait_for(condition, timeout_s: float = 180) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxserve.cli import parse
 from jaxserve.cli.launch import JobSettings, Launch
 from jaxserve.core.errors import BatchError, ConfigError
 from jaxserve.distributed.launch.slurm import Slurm
@@ -13,7 +14,7 @@ COMMAND = ("batch", "in.jsonl", "out.jsonl", "--shard={host}/{hosts}")
 
 def launch(capsys, backend: str = "local", command: tuple[str, ...] = COMMAND, **settings) -> str:
     job = JobSettings(command=command, independent=True, **settings)
-    assert Launch(job, backend, dry_run=True, slurm=Slurm()).run() == 0
+    assert Launch(job, backend, dry_run=True, slurm=Slurm()).run(parse) == 0
     return capsys.readouterr().out
 
 
@@ -38,6 +39,6 @@ def test_independent_hosts_without_a_number_are_refused(capsys):
 
 def test_hosts_that_join_are_given_the_command_as_it_is(capsys):
     command = ("generate", "{host}")
-    assert Launch(JobSettings(command=command, hosts=2), dry_run=True).run() == 0
+    assert Launch(JobSettings(command=command, hosts=2), dry_run=True).run(parse) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.endswith("-- generate '{host}'") for line in lines) and len(lines) == 2

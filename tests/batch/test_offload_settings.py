@@ -22,7 +22,7 @@ from jaxserve.offline.offload_policy import (
     PolicyRates,
     Problem,
 )
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 
 LAYERS = 7
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.offline.reports.timeline import MAX_SAMPLES, RECENT, Timeline, duration
+from jaxserve.offline.timeline import MAX_SAMPLES, RECENT, Timeline, duration
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 9), st.integers(0, 9)), max_size=50))

@@ -14,7 +14,7 @@ from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning.engine_plan import plan_described
+from jaxserve.runtime.startup.engine_plan import plan_described
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BF16, PAGE = 2, 64

@@ -10,10 +10,10 @@ import pytest
 from published_configs import DEEPSEEK_V3, GEMMA_3_27B, GPT_OSS_120B, PHI_4_MINI
 
 from jaxserve.cli import main
-from jaxserve.cli.terminal.plan_tables import memory_table
+from jaxserve.cli.planning.plan_tables import memory_table
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.models.moe import active_parameters
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.models.moe_specs import active_parameters
+from jaxserve.runtime.startup import engine_plan
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PAGE, CHUNK, CONTEXT = 64, 1791, 32_768

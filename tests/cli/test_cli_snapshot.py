@@ -8,6 +8,7 @@ import signal
 
 import pytest
 from cli_command import SETTINGS
+from exhaustive import combination
 
 pytestmark = pytest.mark.interfaces
 
@@ -26,7 +27,7 @@ def stopped(command, *args):
     return (first + rest).decode("utf-8", "ignore")
 
 
-@pytest.mark.parametrize("sampling", [(LENGTH,), SAMPLED])
+@pytest.mark.parametrize("sampling", [combination((LENGTH,)), SAMPLED])
 def test_an_answer_that_was_stopped_goes_on(command, tiny_model, tmp_path, sampling):
     args = ("generate", "hi", "--model", tiny_model, *SETTINGS, *sampling)
     kept = (*args, "--snapshot-dir", tmp_path)

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_dispatch import demand_of, loads, prompt
 
+from jaxserve.cluster.policies.copies import LAST_TOKENS, MAX_STAGES, CopyCounts, CopyStages
 from jaxserve.cluster.policies.dispatch import ReplicaLoad, dispatch
 from jaxserve.cluster.policies.migration import (
+    MAX_MOVES,
     MOVE_HIGH_FREENESS,
     MOVE_LOW_FREENESS,
     Move,
@@ -41,7 +43,9 @@ def test_the_smallest_leaves_a_full_pool_for_the_freest():
     replicas[3].draining = True
     assert plan_moves(replicas) == [Move("short", 0, 2)]
     assert plan_moves(replicas, lambda _, key: key != "short") == [Move("long", 0, 2)]
-    assert plan_moves(replicas, busy={0}) == []
+    replicas[0].num_moving = 1  # It still counts there.
+    assert plan_moves(replicas) == []
+    replicas[0].num_moving = 0
     replicas[2].add("much", demand_of(prompt(4, 60)))
     assert replicas[2].has_room(replicas[0].demands["short"]) is False
     assert plan_moves(replicas) == []  # The other would be left with little.
@@ -61,6 +65,9 @@ def test_all_leave_a_draining_replica_for_any_with_room():
     for key in range(3):
         replicas[1].add(key, demand_of(prompt(key, 70)))
     replicas[1].draining = True
+    replicas[1].num_moving = MAX_MOVES
+    assert plan_moves(replicas) == []
+    replicas[1].num_moving -= 1
     while moves := plan_moves(replicas):
         carry_out(replicas, moves)
     assert [len(load.demands) for load in replicas] == [1, 1, 1]  # No other has room for the last.
@@ -102,6 +109,31 @@ def test_prompts_go_to_prefill_and_what_has_begun_to_decode():
     assert plan_moves(replicas) == []  # It decodes where it is, until there is room.
     replicas[0].draining = True
     assert dispatch(replicas, demand_of(prompt(1))) in (1, 2)
+
+
+def test_pages_of_a_prompt_are_copied_first_and_then_what_was_generated():
+    counts = CopyCounts()
+    stages = CopyStages(10, 4, counts, during_prefill=True)
+    wanted = []
+    for num_tokens in (4, 4, 10):  # There is no room for the second page until all is computed.
+        wanted.append(stages.wanted)
+        stages.staged(num_tokens)
+    assert wanted == [4, 8, 10] and stages.wanted is None
+    assert (counts.copied, counts.during_prefill) == (10, 4)
+    stages.during_prefill = False
+    assert not stages.goes_on(LAST_TOKENS) and stages.goes_on(LAST_TOKENS + 1)
+
+
+def test_a_request_that_generates_faster_than_it_is_copied_moves_nevertheless():
+    stages = CopyStages(10, 4, CopyCounts(), during_prefill=False)
+    assert stages.goes_on(0)  # Its prompt is not copied.
+    for stage in range(MAX_STAGES):
+        assert stages.goes_on(100)
+        stages.staged(10 + 100 * stage)
+    assert not stages.goes_on(100)
+    no_room = CopyStages(10, 4, CopyCounts(), during_prefill=False)
+    no_room.staged(0)
+    assert not no_room.goes_on(100)
 
 
 requests = st.tuples(

@@ -11,7 +11,7 @@ import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
 from jaxserve.cluster import mover, staged_copy
-from jaxserve.cluster.policies.migration import LAST_TOKENS
+from jaxserve.cluster.policies.copies import LAST_TOKENS
 from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
 from jaxserve.core.errors import RestartError
@@ -112,7 +112,7 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
         assert not any(replica.at_move for replica in replicas)
         await all_up(router)
         for replica, mortal in zip(pool._replicas, replicas):
-            assert (replica.load.num_used_pages, replica.num_moving) == (0, 0)
+            assert (replica.load.num_used_pages, replica.load.num_moving) == (0, 0)
             assert not replica.requests
             tree = mortal._replica._engine._engine.kv.tree
             assert not any(node.pins for node in tree)
@@ -154,21 +154,111 @@ def test_a_rolling_restart_loses_no_request(llama, llm, cluster, monkeypatch):
     run(scenario())
 
 
-def test_prefill_and_decode_apart(llama, llm):
-    """Each prompt is computed by one replica, and all tokens but its first by the other."""
+@pytest.fixture(scope="module")
+def apart(llama):
+    """A replica that prefills, and one that decodes."""
     replicas = [Mortal(), Mortal()]
     config = EngineConfig.of(model=llama.path, **llama.settings())
     router = Router(lambda: replicas, config, num_prefill=1)
+    yield router, replicas
+    router.close()
+
+
+def in_steps(replica, router, length, may_step):
+    """Has the steps of a replica that computes a prompt of this length wait until `may_step`, given
+    how many tokens have their KV and how many of them were copied; returns the list of the numbers
+    of tokens before each step."""
+    engine, copies = replica._replica._engine._engine, router._pool.requests.copies
+    step, written, before = engine.step, [], copies.copied
+
+    def step_when_copied():
+        requests = list(engine._requests.values())
+        computed = requests[0].unfinished[0].seq.num_written if requests else 0
+        if computed < length and not may_step(computed, copies.copied - before):
+            time.sleep(0.002)
+            return []
+        written.append(computed)
+        return step()
+
+    engine.step = step_when_copied
+    return written
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_copy_that_fails_while_the_prompt_is_computed(llama, llm, apart, fault, monkeypatch):
+    """After its first pages came, and before all of the prompt is computed."""
+    monkeypatch.setattr(staged_copy, "COPY_S", 0.2 if fault.endswith("hangs") else 60)
+    router, replicas = apart
+    prompt, params = llama.prompts[11], dataclasses.replace(SEEDED, max_tokens=20)
+    (alone,) = llm.generate(prompt, params, use_tqdm=False)
+
+    async def scenario():
+        await all_up(router)
+        await router.reset_prefix_cache()
+        victim, first = replicas["source" not in fault], []
+
+        def may_step(computed, copied):
+            if not first and copied:  # Then the second chunk's copy fails.
+                first.append(computed)
+                victim.at_move = "" if fault == "the request ends" else fault
+            if first:
+                return computed == first[0] or not victim.at_move
+            return not computed
+
+        in_steps(replicas[0], router, len(prompt), may_step)
+        asking = asyncio.create_task(ask(router, prompt, params, "stays"))
+        while not first:
+            await asyncio.sleep(0)
+        if fault == "the request ends":
+            await router.abort("stays")
+        tokens, output = await asking
+        expected = list(alone.outputs[0].token_ids)
+        if fault == "the request ends":
+            assert output.outputs[0].finish_reason == "abort"
+            expected = expected[: len(tokens)]
+        assert tokens == list(output.outputs[0].token_ids) == expected
+        assert not victim.at_move and 0 < first[0] < len(prompt)
+        await all_up(router)
+        while any(map(in_books, replicas, router._pool._replicas)):
+            await asyncio.sleep(0.002)
+
+    def in_books(mortal, replica):
+        """What both sides still have of the request; its end is told one after the other."""
+        engine = mortal._replica._engine._engine
+        taken = sum(taken.num_pages for taken in engine.migration._taken)
+        pinned = any(node.pins for node in engine.kv.tree)
+        staged = bool(engine.migration._staged)
+        return taken or pinned or staged or replica.load.num_used_pages or replica.requests
+
+    try:
+        run(scenario())
+    finally:
+        for replica in replicas:
+            vars(replica._replica._engine._engine).pop("step", None)
+
+
+def test_prefill_and_decode_apart(llama, llm, apart):
+    """Each prompt is computed by one replica, and all tokens but its first by the other."""
+    router, replicas = apart
     params = dataclasses.replace(SEEDED, max_tokens=60)
     prompts = [llama.prompts[index] for index in (7, 8, 9)]
 
     async def scenario():
+        await all_up(router)
+        await router.reset_prefix_cache()
+        num_moved = await metric(router, "moved_requests_total")
+        before = [await numbers(0), await numbers(1)]
+
+        async def gained(place):
+            found = await numbers(place)
+            return {name: found[name] - before[place][name] for name in found}
+
         for place, prompt in enumerate(prompts):
             (alone,) = llm.generate(prompt, params, use_tqdm=False)
             tokens, _ = await ask(router, prompt, params, f"apart-{place}")
             assert tokens == list(alone.outputs[0].token_ids)
-        of_prefill, of_decode = await numbers(0), await numbers(1)
-        assert await metric(router, "moved_requests_total") == len(prompts)
+        of_prefill, of_decode = await gained(0), await gained(1)
+        assert await metric(router, "moved_requests_total") - num_moved == len(prompts)
         assert of_prefill["prefill"] == sum(map(len, prompts)) > of_decode["prefill"]
         assert of_decode["generation"] > of_prefill["generation"]
         replicas[1].ends_after = 2  # The other decodes alone until it is back.
@@ -189,34 +279,28 @@ def test_prefill_and_decode_apart(llama, llm):
         (alone,) = llm.generate(prompt, params, use_tqdm=False)
         await all_up(router)
         await router.reset_prefix_cache()
-        copies = router._pool.requests.copies
+        copies, of_source = router._pool.requests.copies, (await numbers(0))["generation"]
         before = dataclasses.replace(copies)
-        engine = replicas[0]._replica._engine._engine
-        step, written = engine.step, []
-
-        def step_once_copied():
-            requests = list(engine._requests.values())
-            computed = requests[0].unfinished[0].seq.num_written if requests else 0
-            if computed < len(prompt) and computed - computed % page_size > (
-                copies.copied - before.copied
-            ):
-                time.sleep(0.002)
-                return []
-            written.append(computed)
-            return step()
-
-        engine.step = step_once_copied
+        written = in_steps(
+            replicas[0],
+            router,
+            len(prompt),
+            lambda computed, copied: computed - computed % page_size <= copied,
+        )
         tokens, _ = await ask(router, prompt, params, "long")
         assert tokens == list(alone.outputs[0].token_ids)
         last = max(each for each in written if each < len(prompt))
-        assert copies.during_prefill - before.during_prefill == last - last % page_size > 0
+        last -= last % page_size
+        during = copies.during_prefill - before.during_prefill
+        assert during == last > 0
+        # Then those of the last chunk, and of what the source generated meanwhile.
+        generated = (await numbers(0))["generation"] - of_source
+        after = copies.copied - before.copied - during
+        assert len(prompt) - last <= after <= len(prompt) - last + generated
         assert copies.left - before.left <= LAST_TOKENS
 
-    try:
-        run(scenario())
-        run(with_slow_chunks())
-    finally:
-        router.close()
+    run(scenario())
+    run(with_slow_chunks())
 
 
 def test_the_routes(cluster):

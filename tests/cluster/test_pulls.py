@@ -10,7 +10,7 @@ from mortal import SEEDED, all_up, ask, metric, run
 
 from jaxserve.cluster import open_requests, prefix_pull
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
-from jaxserve.cluster.policies.pulls import RETRY, Pull, PullCost, plan_pull
+from jaxserve.cluster.policies.pulls import MAX_PULLS, RETRY, Pull, Pulls, plan_pull
 
 PAGES = (b"a", b"b", b"c", b"d")
 
@@ -34,18 +34,20 @@ def test_the_longest_prefix_of_another_replica():
     assert plan_pull(busy, 0, demand) == Pull(2, 4, 0)
     busy[2].draining = True
     assert plan_pull(busy, 0, demand) == Pull(1, 4, 0)
+    busy[1].num_pulled = MAX_PULLS
+    assert plan_pull(busy, 0, demand) is None
 
 
 def test_a_pull_is_made_when_it_takes_less_time_than_computing():
-    cost = PullCost()
-    assert cost.pays(8, 100)  # Nothing is known, so one is made.
+    pulls, pull = Pulls(), Pull(1, 8, 0)
+    assert pulls.pays(8, 100)  # Nothing is known, so one is made.
     for _ in range(8):
-        cost.pulled(8, 800)
-    assert cost.pays(8, 1000) and cost.pays(8, None)
-    tried = [cost.pays(8, 500) for _ in range(3 * RETRY)]
+        pulls.pulled(pull, 32, 4, 800)
+    assert pulls.pays(8, 1000) and pulls.pays(8, None)
+    tried = [pulls.pays(8, 500) for _ in range(3 * RETRY)]
     assert sum(tried) == 3 and not any(tried[: RETRY - 1])
-    cost.failed()
-    assert not any(cost.pays(8, 10_000) for _ in range(RETRY - 1)) and cost.pays(8, 10_000)
+    pulls.failed()
+    assert not any(pulls.pays(8, 10_000) for _ in range(RETRY - 1)) and pulls.pays(8, 10_000)
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_a_prefix_is_pulled_and_not_computed_again(
     async def scenario():
         await all_up(router)
         await router.reset_prefix_cache()
-        router._pool.requests._pulls.cost = PullCost()
+        router._pool.requests._pulls = Pulls()
         pulled = await metric(router, "pulled_prefix_tokens_total")
         for place in (0, 1):
             chosen_replica[0] = place
@@ -103,7 +105,7 @@ def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, f
     async def scenario():
         await all_up(router)
         await router.reset_prefix_cache()
-        router._pool.requests._pulls.cost = PullCost()
+        router._pool.requests._pulls = Pulls()
         chosen_replica[0] = 0
         await ask(router, prompt, params, "first")
         chosen_replica[0] = 1
@@ -115,7 +117,7 @@ def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, f
                 await asyncio.sleep(0)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            while router._pool._replicas[0].num_pulled:
+            while router._pool._replicas[0].load.num_pulled:
                 await asyncio.sleep(0.01)
         else:
             tokens, output = await asking
@@ -124,7 +126,7 @@ def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, f
         assert not any(replica.at_move for replica in replicas)
         await all_up(router)
         for routed, mortal in zip(router._pool._replicas, replicas):
-            assert (routed.load.num_used_pages, routed.num_pulled) == (0, 0)
+            assert (routed.load.num_used_pages, routed.load.num_pulled) == (0, 0)
             assert not routed.requests
             assert not any(node.pins for node in mortal._replica._engine._engine.kv.tree)
             assert mortal._replica._engine._engine.kv.pool.num_used == 0

@@ -141,8 +141,8 @@ def test_pages_of_a_prompt_are_copied_while_it_is_computed():
     assert all(s.output_tokens == 16 for s in cluster.summaries(INTERACTIVE))
     assert cluster.num_moved == len(arrivals)
     # What is left of a prompt is that of the last chunk.
-    assert cluster.num_tokens_during_prefill == 96 * len(arrivals)
-    assert 96 * len(arrivals) <= cluster.num_copied_tokens < 116 * len(arrivals)
+    assert cluster.copies.during_prefill == 96 * len(arrivals)
+    assert 96 * len(arrivals) <= cluster.copies.copied < 116 * len(arrivals)
 
 
 def test_prefixes_are_pulled_and_not_computed_again():
@@ -154,7 +154,7 @@ def test_prefixes_are_pulled_and_not_computed_again():
         cluster, served = routed(arrivals, 3, pulls=pulls)
         hits[pulls] = sum(summary.cached_tokens for summary in served)
         computed[pulls] = sum(r.counted.num_tokens for r in cluster.replicas)
-        assert (cluster.num_pulled_tokens > 0) == pulls
+        assert (cluster.pulls.num_tokens > 0) == pulls
     assert computed[False] - computed[True] == hits[True] - hits[False] > 0
 
 
@@ -164,6 +164,17 @@ def test_on_a_static_load_no_request_moves():
     arrivals = [Arrival(0, [number + 1] * 8, params) for number in range(12)]
     cluster, _ = routed(arrivals, 4)
     assert cluster.num_moved == 0
+
+
+def test_tenants_of_a_removed_replica_wait_no_more():
+    """One counts as waiting where it was when its replica's counters were exchanged last."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    rush = [Arrival(n * 4_000, [n + 1] * 16, params, tenant="rush") for n in range(120)]
+    calm = [Arrival(3_000_000 + n * 500_000, [n + 1] * 16, params, tenant="calm") for n in range(9)]
+    scaler = Autoscaler(1, 4, add_after_s=0.2, remove_after_s=1.0)
+    cluster, _ = routed([*rush, *calm], 1, scaler, fair_share=True)
+    assert cluster.num_removed and len(cluster.replicas) > 1
+    assert set(cluster._shares._waiting) == {place.index for place in cluster._places}
 
 
 def test_replicas_come_and_go_with_the_load():

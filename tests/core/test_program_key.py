@@ -15,10 +15,10 @@ from tiny_checkpoints import random_tensors
 from tiny_engines import CONTEXT, TinyModel
 
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.compilation.program_sources import program_sources
-from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.startup import engine_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> TinyModel:
 
 def geometry_of(path: Path, **changes) -> ProgramShapes:
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 18, "page_size": 8}
-    return engine_plan.plan(EngineConfig(model=path, **settings | changes)).shapes
+    return engine_plan.plan_engine(EngineConfig(model=path, **settings | changes)).shapes
 
 
 def lowered(shapes: ProgramShapes) -> dict[str, str]:
@@ -126,7 +126,7 @@ def test_all_of_ours_that_runs_while_programs_are_traced_is_digested(model):
 def test_all_of_ours_that_the_program_functions_import_is_digested():
     """As Python imports it, whatever the reader of imports makes of it."""
     script = """
-        import sys, jaxserve.runtime.programs.kinds, jaxserve.models.registry
+        import sys, jaxserve.runtime.program_kinds, jaxserve.models.registry
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         print(*filter(None, files), sep="\\n")
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = map(str, (Path(__file__).parent, Path(__file__).parents[1]))
 
 
 def pytest_configure(config):

@@ -7,6 +7,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from exhaustive import combination
 from gpu import array, check_box, products_with_registers
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
@@ -45,21 +46,24 @@ def decode_shapes(
 
 
 DECODES = [
-    *((decode_shapes(32, 8, 128, page_size), None) for page_size in (16, 32, 64, 128)),
+    (decode_shapes(32, 8, 128, 16), None),
+    (decode_shapes(32, 8, 128, 64), None),
+    (decode_shapes(32, 8, 128, 128), None),
     (decode_shapes(8, 8, 64, 16, jnp.float16), None),
-    (decode_shapes(16, 1, 64, 64), 30.0),
     (decode_shapes(64, 1, 128, 64), 30.0),
     (decode_shapes(32, 8, 256, 16), 30.0),
-    (decode_shapes(16, 8, 256, 64), None),
     (decode_shapes(32, 8, 128, 64, stored=jnp.int8), None),
-    (decode_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn), 30.0),
-    (decode_shapes(16, 8, 64, 32, jnp.float16, stored=jnp.int8), 30.0),
-    (decode_shapes(16, 8, 256, 64, jnp.float16, stored=jnp.int8), None),
-    (decode_shapes(32, 8, 256, 16, stored=jnp.float8_e4m3fn), 30.0),
-    (decode_shapes(32, 8, 128, 64, stored=jnp.int8, scaled=True), None),
     (decode_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn, scaled=True), 30.0),
     (decode_shapes(9, 3, 64, 128, stored=jnp.int8, scaled=True), None),
     (decode_shapes(16, 8, 256, 32, stored=jnp.int8, scaled=True), None),
+    combination(decode_shapes(32, 8, 128, 32), None),
+    combination(decode_shapes(16, 1, 64, 64), 30.0),
+    combination(decode_shapes(16, 8, 256, 64), None),
+    combination(decode_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn), 30.0),
+    combination(decode_shapes(16, 8, 64, 32, jnp.float16, stored=jnp.int8), 30.0),
+    combination(decode_shapes(16, 8, 256, 64, jnp.float16, stored=jnp.int8), None),
+    combination(decode_shapes(32, 8, 256, 16, stored=jnp.float8_e4m3fn), 30.0),
+    combination(decode_shapes(32, 8, 128, 64, stored=jnp.int8, scaled=True), None),
 ]
 
 

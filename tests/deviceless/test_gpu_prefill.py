@@ -7,6 +7,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from exhaustive import combination
 from gpu import array, products_with_registers
 
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible
@@ -36,19 +37,19 @@ def prefill_shapes(
 
 PREFILLS = [
     (prefill_shapes(32, 8, 128, 64), {}),
-    (prefill_shapes(32, 8, 128, 16), {}),
     (prefill_shapes(28, 4, 128, 128), {"soft_cap": 30.0}),
     (prefill_shapes(64, 8, 64, 32, jnp.float16), {}),
     (prefill_shapes(16, 16, 256, 128), {}),
-    (prefill_shapes(14, 2, 256, 32), {"soft_cap": 30.0}),
     (prefill_shapes(32, 8, 128, 64, stored=jnp.int8), {}),
-    (prefill_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn), {"soft_cap": 30.0}),
-    (prefill_shapes(28, 4, 128, 128, jnp.float16, stored=jnp.float8_e4m3fn), {}),
-    (prefill_shapes(64, 8, 64, 32, jnp.float16, stored=jnp.int8), {}),
-    (prefill_shapes(32, 8, 128, 64, stored=jnp.int8, scaled=True), {}),
     (prefill_shapes(28, 4, 128, 16, stored=jnp.float8_e4m3fn, scaled=True), {"soft_cap": 30.0}),
-    (prefill_shapes(28, 4, 128, 128, jnp.float16, stored=jnp.int8, scaled=True), {}),
     (prefill_shapes(9, 3, 64, 16, stored=jnp.float8_e4m3fn, scaled=True), {"soft_cap": 30.0}),
+    combination(prefill_shapes(32, 8, 128, 16), {}),
+    combination(prefill_shapes(14, 2, 256, 32), {"soft_cap": 30.0}),
+    combination(prefill_shapes(32, 8, 128, 16, stored=jnp.float8_e4m3fn), {"soft_cap": 30.0}),
+    combination(prefill_shapes(28, 4, 128, 128, jnp.float16, stored=jnp.float8_e4m3fn), {}),
+    combination(prefill_shapes(64, 8, 64, 32, jnp.float16, stored=jnp.int8), {}),
+    combination(prefill_shapes(32, 8, 128, 64, stored=jnp.int8, scaled=True), {}),
+    combination(prefill_shapes(28, 4, 128, 128, jnp.float16, stored=jnp.int8, scaled=True), {}),
 ]
 
 

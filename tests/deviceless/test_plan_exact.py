@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+from exhaustive import combination
 
 pytest.importorskip("flax", reason="needs what jaxserve itself needs")
 
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.hardware import deviceless
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning.engine_plan import EnginePlan, plan_described
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.program_kinds import ProgramKinds
+from jaxserve.runtime.startup import deviceless
+from jaxserve.runtime.startup.engine_plan import EnginePlan, plan_described
 
 pytestmark = pytest.mark.deviceless
 
@@ -47,7 +48,7 @@ def planned(tmp_path, name: str, **settings: object) -> tuple[DeviceSpec, Engine
     return spec, plan_described(EngineConfig(model=config, **settings), place)
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("v5e", 1), ("h200", 1), ("h200", 3)])
+@pytest.mark.parametrize(("name", "tensor"), [("v5e", 1), combination("h200", 1), ("h200", 3)])
 def test_every_program_is_compiled(tmp_path, name, tensor):
     """Of a single sequence too, whose logits are of one row."""
     pytest.importorskip(PLUGINS[name])

@@ -16,11 +16,12 @@ from step_anatomy import Anatomy
 pytestmark = pytest.mark.deviceless
 
 
-@pytest.mark.parametrize(("batch", "kernels"), [(1, 18), (64, 14)])
+@pytest.mark.parametrize(("batch", "kernels"), [(1, 14), (64, 14)])
 def test_a_decode_step_of_llama_8b(batch, kernels):
     """docs/roofline.md has these counts."""
     found = Anatomy.of(batch)
     assert found.layer_kernels == kernels
+    assert found.general_kernels < 150
     assert (found.pool_copies, found.transposes, found.loops) == (0, 0, 0)
     assert found.uploads == 2, "the step's vector, and the slots that sample"
     assert found.moved_bytes <= 1.1 * found.floor_bytes

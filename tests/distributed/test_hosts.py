@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from exhaustive import combination
 from tiny_engines import CONTEXT, TinyModel
 
 pytestmark = pytest.mark.meshes
@@ -58,7 +59,7 @@ with LLM(**settings) as llm:
 class Job:
     """Hosts of one engine of the tiny Llama, each with as many devices."""
 
-    def __init__(self, model, roles, devices=1, changes=(), **settings):
+    def __init__(self, model, roles, devices=1, changes=(), script=SCRIPT, **settings):
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         whole = {
@@ -75,7 +76,7 @@ class Job:
         } | settings
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, json.dumps(whole | own)],
+                [sys.executable, "-c", script, json.dumps(whole | own)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -106,7 +107,7 @@ def answers(stdout):
 @pytest.mark.parametrize(
     "roles, settings",
     [
-        (("leads", "follows"), {"tensor_parallel_size": 2}),
+        combination(("leads", "follows"), {"tensor_parallel_size": 2}),
         (
             ("leads", "does the same", "is slow", "follows"),
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
@@ -132,7 +133,7 @@ def test_the_tokens_of_one_process(llama, roles, settings):
     [
         (1, 2, signal.SIGKILL),
         (0, 4, signal.SIGKILL),
-        (3, 4, signal.SIGKILL),
+        combination(3, 4, signal.SIGKILL),
         (1, 2, signal.SIGSTOP),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from exhaustive import combination
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of, first_path
@@ -211,7 +212,7 @@ def test_cached_pages_hold_the_tokens_that_were_accepted(trees, llama):
     check(generate(llm, longer, params), again)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2", combination("deepseek_v3")])
 def test_other_pages(tmp_path, name):
     """Quantized ones of a layer with a window beside one without, and latents."""
     model = TinyModel.write_member(tmp_path, name)

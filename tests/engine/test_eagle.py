@@ -62,8 +62,8 @@ def layers(llama, tmp_path_factory) -> dict[str, Layer]:
     random3["d2t"] = (guessable - np.arange(len(guessable))).astype(np.int32)
     save_layer3(directory / "eagle3", config, own, random3)
     made = {
-        "eagle": (random, eagle.FOLLOWER),
-        "eagle3": (random3, eagle3.follower(config, own)),
+        "eagle": (random, eagle.FEATURE_LAYER),
+        "eagle3": (random3, eagle3.feature_layer(config, own)),
     }
     return {
         method: Layer(

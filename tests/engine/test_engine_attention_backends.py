@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from exhaustive import exhaustive
 from kv_engines import Preempter, bytes_of, count
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
 
@@ -12,8 +13,8 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning.engine_plan import plan_described
-from jaxserve.runtime.programs.kinds import check_attention
+from jaxserve.runtime.program_kinds import check_attention
+from jaxserve.runtime.startup.engine_plan import plan_described
 from pallas_kernels import backends
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -38,6 +39,7 @@ def test_kernels_attend_and_move_pages(llama):
         assert count(llm.engine, "kv_fetched_pages_total", "host") > 0
 
 
+@exhaustive
 @pytest.mark.interpreted
 def test_windows_and_soft_caps(tmp_path):
     gemma = TinyModel.write_member(tmp_path, "gemma2")

@@ -180,6 +180,47 @@ def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for,
     assert not any(node.pins for node in target.engine.kv.tree)
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_was_taken_is_read_while_its_pages_are_written(llama, alone, kv_llm_for, caching):
+    """Of a prompt's first chunks, once its request has ended and another one has its pages."""
+    prompt = llama.prompts[-1]
+    source = kv_llm_for(enable_prefix_caching=False)
+    target = kv_llm_for(page_size=2 * PAGE_SIZE, enable_prefix_caching=caching)
+    target.reset_prefix_cache()
+    migration = source.engine.migration
+    stream, begun_parts, sizes = begun(source, prompt, SEEDED, 0), [], [0]
+    while sizes[-1] + PAGE_SIZE <= len(prompt):
+        source.engine.step()
+        begun_parts.append(migration.begin_export(stream.request_id, start=sizes[-1]))
+        written = migration.num_computed(stream.request_id)
+        sizes.append(min(written - written % PAGE_SIZE, len(prompt)))
+        if len(sizes) == 3:  # More than two steps have computed are not kept on the device.
+            before = sum(taken.num_pages for taken in migration._taken)
+            late = migration.begin_export(stream.request_id, start=0)
+            assert sum(taken.num_pages for taken in migration._taken) == before > 0
+            assert sum(rows_of(late)) == sizes[-1]
+    state = RequestSnapshot.of(stream.request, None, 0)
+    stream.close()
+    source.generate({"prompt_token_ids": prompt[::-1]}, GREEDY, use_tqdm=False)
+    for parts, size in zip(begun_parts, sizes[1:]):
+        assert target.engine.migration.stage_request(parts, "moved") == size
+    assert not sum(taken.num_pages for taken in migration._taken)
+    added = dataclasses.replace(state.added, request_id="moved")
+
+    def finished():
+        moved = dataclasses.replace(state, added=added)
+        request = target.engine.migration.resume_request(moved)
+        while not request.finished:
+            target.engine.step()
+        return target.engine.output(request)
+
+    computed, output = prefilled(target.engine, finished)
+    assert token_ids(output) == alone.tokens(prompt, SEEDED)
+    assert computed <= max(1, len(prompt) - sizes[-1] + 1)
+    assert_idle(target.engine)
+    assert not any(node.pins for node in target.engine.kv.tree)
+
+
 def rows_of(parts):
     """The tokens whose KV is in each array of an exported request."""
     reader = PartReader(parts)
@@ -193,13 +234,14 @@ def test_what_was_staged_and_does_not_come_is_unpinned(llama, engines):
     source, target = engines
     stream = begun(source, llama.prompts[-1], SEEDED, 5)
     for _ in range(2):  # The second takes the place of the first.
-        target.engine.migration.stage_request(
-            source.engine.migration.export_request(stream.request_id), "moved"
-        )
+        parts = list(source.engine.migration.export_request(stream.request_id))
+        target.engine.migration.stage_request(parts, "given up")
     stream.close()
     assert any(node.pins for node in target.engine.kv.tree)
-    target.engine.migration.unstage_request("moved")
-    target.engine.migration.unstage_request("moved")
+    target.engine.migration.unstage_request("given up")
+    target.engine.migration.unstage_request("given up")
+    with pytest.raises(RequestError, match="was given up here"):
+        target.engine.migration.stage_request(parts, "given up")
     assert not any(node.pins for node in target.engine.kv.tree)
     assert_idle(target.engine)
 

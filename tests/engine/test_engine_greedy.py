@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from exhaustive import combinations_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engines import CONTEXT, LONGEST, PROMPT_LENGTHS, Arrival, TinyModel, drive, preemptions
@@ -86,7 +87,7 @@ def test_every_prompt_at_once(llama, llm_for, scheduler):
     check(llama, llm_for(scheduler).engine, everything)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", combinations_of(FAMILIES, "mistral", "olmo2", "qwen3"))
 def test_every_family(tmp_path, name):
     model = TinyModel.write_member(tmp_path, name)
     page_size = FAMILIES[name]["page_size"]

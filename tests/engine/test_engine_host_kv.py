@@ -14,12 +14,12 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import EOS, MIN_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
 
 from jaxserve import LoRARequest
-from jaxserve.cli.terminal.plan_tables import capacity
+from jaxserve.cli.planning.plan_tables import capacity
 from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.core.errors import ConfigError, MemoryPlanError, PromptTooLongError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 
 PAGE = 16
 POOL = 5
@@ -245,7 +245,7 @@ def test_a_request_that_needs_a_page_more_than_the_host_has_is_refused_alone(mod
 def test_the_plan_counts_the_window_and_the_host(model):
     """The window, where pages are copied to the device."""
     settings = settings_of(model, host_attention="disabled")
-    decided = engine_plan.plan(EngineConfig(model.path, **settings))
+    decided = engine_plan.plan_engine(EngineConfig(model.path, **settings))
     assert str(decided).endswith("to attend to pages on the host, steps copy them")
     assert "KV that a decode after 816 tokens reads from the host" in capacity(decided)
     planned = decided.memory
@@ -253,25 +253,25 @@ def test_the_plan_counts_the_window_and_the_host(model):
     of_layer = planned.page_bytes // 3
     assert planned.staging_bytes == planned.kv_window_bytes == 2 * RESIDENT * of_layer
     settings = settings_of(model, host_attention="enabled")
-    decided = engine_plan.plan(EngineConfig(model.path, **settings))
+    decided = engine_plan.plan_engine(EngineConfig(model.path, **settings))
     assert str(decided).endswith("steps send queries")
     assert "queries and results of a decode after 816 tokens" in capacity(decided)
     assert (decided.memory.host_pages, decided.memory.staging_bytes) == (HOST, 0)
     default = settings_of(model) | {"host_kv_bytes": None}
-    planned = engine_plan.plan(EngineConfig(model.path, **default)).memory
+    planned = engine_plan.plan_engine(EngineConfig(model.path, **default)).memory
     assert planned.host_pages == (LENGTH + PAGE) // PAGE - RESIDENT
 
 
 def test_each_of_several_replicas_has_the_pages_of_the_longest_request(model):
     config = EngineConfig(model.path, **settings_of(model) | {"host_kv_bytes": None})
     planned = asyncio.run(Replica().plan(config, 3))
-    assert planned.host_kv_bytes == engine_plan.plan(config).memory.host_bytes
+    assert planned.host_kv_bytes == engine_plan.plan_engine(config).memory.host_bytes
 
 
 def test_a_pool_without_room_for_a_steps_tokens_is_refused(model):
     settings = settings_of(model, pool=3, max_num_batched_tokens=2 + 48)
     with pytest.raises(MemoryPlanError, match=r"48 tokens of one sequence may lie on 4; set kv_ca"):
-        engine_plan.plan(EngineConfig(model.path, **settings))
+        engine_plan.plan_engine(EngineConfig(model.path, **settings))
 
 
 @pytest.mark.parametrize(
@@ -298,4 +298,4 @@ def test_what_it_does_not_combine_with_is_refused_by_name(refused):
 def test_models_without_full_attention_are_refused(tmp_path, member, why):
     path = TinyModel.write_member(tmp_path, member).path
     with pytest.raises(ConfigError, match=rf"kv_on is 'host', but .*{why}"):
-        engine_plan.plan(EngineConfig(path, kv_on="host"))
+        engine_plan.plan_engine(EngineConfig(path, kv_on="host"))

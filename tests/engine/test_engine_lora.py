@@ -19,7 +19,7 @@ from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.beam_search import BeamSearchParams
-from jaxserve.runtime.planning.engine_plan import plan
+from jaxserve.runtime.startup.engine_plan import plan_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
@@ -267,9 +267,9 @@ def test_without_enable_lora_adapters_are_refused(llm_for, llama, adapters):
 
 def test_the_plan_counts_adapters(llama):
     settings = {"model": llama.path} | llama.settings()
-    without = plan(EngineConfig(**settings)).memory
-    small = plan(EngineConfig(**settings, **LORA | {"max_loras": 1})).memory
-    large = plan(EngineConfig(**settings, **LORA)).memory
+    without = plan_engine(EngineConfig(**settings)).memory
+    small = plan_engine(EngineConfig(**settings, **LORA | {"max_loras": 1})).memory
+    large = plan_engine(EngineConfig(**settings, **LORA)).memory
     model = llama.config
     dims = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, ff = model.hidden_size, model.intermediate_size

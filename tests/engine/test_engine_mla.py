@@ -10,6 +10,7 @@ from pathlib import Path
 import family_members
 import jax
 import pytest
+from exhaustive import combinations_of
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from published_configs import DEEPSEEK_V3
 from quantized_checkpoints import write
@@ -18,9 +19,9 @@ from tiny_engines import LONGEST, PAGE_SIZE, Arrival, TinyModel, drive, generate
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.planning.step_work import step_work
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.program_kinds import ProgramKinds
+from jaxserve.runtime.programs.forward.step_work import step_work
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels.paged_attention.xla import PREFILL_BLOCK
 from pallas_kernels.quantized_matmul import QuantizedWeight
@@ -74,7 +75,7 @@ WIDE = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 64}
 """Chunks of enough tokens to attend to each other by keys and values of heads."""
 
 
-@pytest.mark.parametrize("scheduler", POLICIES)
+@pytest.mark.parametrize("scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse"))
 def test_wide_chunks_in_every_scheduler(model, scheduler):
     """Of one prompt the second chunk, of two prompts in a step, and after a hit."""
     assert model.config.mla.uncompressed_from <= 64

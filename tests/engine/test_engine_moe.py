@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import combination, combinations_of
 from tiny_engines import LONGEST, Arrival, TinyModel, assert_loads, drive
 
 from jaxserve.core.errors import ConfigError
@@ -18,7 +19,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models import moe
 from jaxserve.models.quantization import FORMATS, with_formats
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 from pallas_kernels.quantized_matmul import dequantize, quantize
 
@@ -44,7 +45,7 @@ def arrivals(model, places, apart=3):
     return [Arrival(model.prompts[place], GREEDY, apart * i) for i, place in enumerate(places)]
 
 
-@pytest.mark.parametrize("scheduler", POLICIES)
+@pytest.mark.parametrize("scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse"))
 def test_every_scheduler(gpt_oss, tmp_path, scheduler):
     with gpt_oss.load(scheduler=scheduler, trace_file=tmp_path / "trace.json", **LAYERS) as llm:
         outputs = drive(llm.engine, arrivals(gpt_oss, FEW, apart=0))
@@ -53,7 +54,9 @@ def test_every_scheduler(gpt_oss, tmp_path, scheduler):
         gpt_oss.check_greedy(output)
 
 
-@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}, {"program_scope": "step"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch_invariant": True}, combination({"program_scope": "step"})]
+)
 def test_metrics_say_which_experts_are_loaded(gpt_oss, tmp_path, settings):
     """Here the last ones, whatever the token."""
     moe = gpt_oss.config.moe

@@ -12,7 +12,7 @@ from tiny_engines import CONTEXT, LONGEST, NUM_PAGES, Arrival, drive, generate, 
 
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.page_programs import CopyPages
 from jaxserve.runtime.programs.shapes.program import DraftModel
 

@@ -16,7 +16,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning.engine_plan import plan_described
+from jaxserve.runtime.startup.engine_plan import plan_described
 from pallas_kernels.quantized_matmul import QuantizedWeight, mosaic_tpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)

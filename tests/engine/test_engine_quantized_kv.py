@@ -7,15 +7,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from exhaustive import combinations_of
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from tiny_engines import LONGEST, NUM_PAGES, PAGE_SIZE, Arrival, TinyModel, drive, generate
 
-from jaxserve.cli.terminal.plan_tables import memory_table
+from jaxserve.cli.planning.plan_tables import memory_table
 from jaxserve.core.errors import ConfigError, SnapshotError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -47,7 +48,9 @@ def check(model, engine: Engine, between=lambda: None):
         model.check_greedy(output)
 
 
-@pytest.mark.parametrize("scheduler", POLICIES)
+@pytest.mark.parametrize(
+    "scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse", "medha")
+)
 def test_every_scheduler_and_a_preemption_after_every_step(llama, scheduler):
     """Chunks, hits, pages that leave for the host and come back; fp8 under one of the
     schedulers."""

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from exhaustive import EXHAUSTIVE
 from scripts import run_script
 from tiny_engines import CONTEXT, LONGEST, Arrival, assert_idle, drive
 
@@ -187,6 +188,9 @@ def test_a_step_cut_in_two_closes_the_engine(llama, monkeypatch):
         assert not engine.scheduler.has_work
 
 
+MOMENTS = 40 if EXHAUSTIVE else 12
+
+
 def test_ctrl_c_at_any_moment(llama):
     """Real signals, while the interpreter is anywhere: in the scheduler, or in a program whose
     arguments have been donated."""
@@ -205,9 +209,9 @@ def test_ctrl_c_at_any_moment(llama):
         run()
         duration = time.monotonic() - begin
         threads, interrupted = threading.active_count(), 0
-        for attempt in range(40):
+        for attempt in range({MOMENTS}):
             timer = threading.Timer(
-                duration * attempt / 40, lambda: os.kill(os.getpid(), signal.SIGINT))
+                duration * attempt / {MOMENTS}, lambda: os.kill(os.getpid(), signal.SIGINT))
             try:
                 timer.start()
                 run()
@@ -220,7 +224,7 @@ def test_ctrl_c_at_any_moment(llama):
             assert llm.engine.kv.pool.num_used == 0
             assert run() == expected, attempt
         assert threading.active_count() == threads
-        assert interrupted == 40, interrupted
+        assert interrupted == {MOMENTS}, interrupted
     """
     run_script(script, timeout_s=120)
 

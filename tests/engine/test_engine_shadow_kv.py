@@ -12,10 +12,10 @@ from tiny_engines import generate
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.shadow import CHUNK
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan, Prefill
 from jaxserve.runtime.programs.host_kv.step import Partial
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan, Prefill
+from jaxserve.runtime.startup import engine_plan
 
 __all__ = ["model"]  # A fixture.
 
@@ -152,4 +152,4 @@ def test_a_budget_of_less_than_a_chunk_is_refused():
 def test_a_page_that_is_not_of_whole_chunks_is_refused(model):
     settings = settings_of(model, **SMALL | {"page_size": 12})
     with pytest.raises(ConfigError, match="page_size is 12; set it to a multiple of 8"):
-        engine_plan.plan(EngineConfig(model.path, **settings))
+        engine_plan.plan_engine(EngineConfig(model.path, **settings))

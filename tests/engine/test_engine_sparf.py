@@ -19,7 +19,7 @@ from test_engine_host_kv import (
 )
 from tiny_engines import generate
 
-from jaxserve.cli.terminal.plan_tables import capacity
+from jaxserve.cli.planning.plan_tables import capacity
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning.sparf import SparFSizes

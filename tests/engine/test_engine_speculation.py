@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from exhaustive import combination
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of
@@ -370,7 +371,7 @@ def test_a_draft_model_sleeps_and_wakes_up_with_its_target(
     "settings",
     [
         {"program_scope": "step", "scheduler": "medha"},
-        {"batch_invariant": True, "scheduler": "vllm"},
+        combination({"batch_invariant": True, "scheduler": "vllm"}),
     ],
     ids=lambda settings: settings["scheduler"],
 )

@@ -8,6 +8,7 @@ import re
 
 import jax
 import pytest
+from exhaustive import combination, combinations_of
 from lora_adapters import merged, write_adapter
 from tiny_checkpoints import CONFIG
 from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate, preemptions
@@ -18,8 +19,8 @@ from jaxserve.core.errors import ConfigError, EngineClosedError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware import device_memory
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.weights.loading import layer_file
+from jaxserve.runtime.startup import engine_plan
+from jaxserve.runtime.startup.loading import layer_file
 from jaxserve.scheduler.policies import POLICIES
 
 FEW_PROGRAMS = {"max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
@@ -56,7 +57,7 @@ def arrivals(model, every=1):
 # The same tokens
 
 
-@pytest.mark.parametrize("scheduler", POLICIES)
+@pytest.mark.parametrize("scheduler", combinations_of(POLICIES, "static", "orca", "vllm"))
 def test_every_scheduler(deep, llm_for, scheduler):
     engine = llm_for(scheduler).engine
     before = preemptions(engine)
@@ -67,7 +68,7 @@ def test_every_scheduler(deep, llm_for, scheduler):
 
 @pytest.mark.parametrize(
     ("tier", "staying", "streamed"),
-    [("host", 2, (0, 1, 3)), ("disk", 1, (0, 1, 2, 3)), ("disk", 3, ())],
+    [combination("host", 2, (0, 1, 3)), ("disk", 1, (0, 1, 2, 3)), ("disk", 3, ())],
 )
 def test_every_tier_and_budget(deep, llm_for, tier, staying, streamed):
     """Twice, the second time with prefix hits."""
@@ -109,7 +110,7 @@ def test_packed_weights(deep):
 
 def test_each_dtype_has_a_file(deep):
     plans = [
-        engine_plan.plan(EngineConfig(deep.path, weights_on="disk", **changes))
+        engine_plan.plan_engine(EngineConfig(deep.path, weights_on="disk", **changes))
         for changes in ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"max_num_seqs": 2})
     ]
     files = [layer_file(plan.checkpoint, plan.shapes) for plan in plans]
@@ -155,8 +156,8 @@ def test_the_plan_counts_the_window_and_not_the_model(deep, llm_for):
     outside = sum(array.nbytes for array in jax.tree.leaves(deep.params)) - sum(sizes)
     assert planned.weights_bytes == outside + 2 * max(sizes)
     assert planned.disk_weights_bytes == placement.streamed_bytes == sum(sizes)
-    on_host = engine_plan.plan(EngineConfig(deep.path, weights_on="host")).memory
-    on_disk = engine_plan.plan(EngineConfig(deep.path, weights_on="disk")).memory
+    on_host = engine_plan.plan_engine(EngineConfig(deep.path, weights_on="host")).memory
+    on_disk = engine_plan.plan_engine(EngineConfig(deep.path, weights_on="disk")).memory
     assert on_host.host_weights_bytes == sum(sizes)
     assert on_host.fixed_bytes == on_disk.fixed_bytes + sum(sizes)  # CPUs are their own hosts.
 
@@ -227,7 +228,7 @@ def test_a_disk_that_fails_ends_the_engine_which_says_so(deep, monkeypatch):
 )
 def test_settings_that_are_refused(deep, changes, message):
     with pytest.raises(ConfigError, match=message):
-        engine_plan.plan(EngineConfig(deep.path, **({"weights_on": "disk"} | changes)))
+        engine_plan.plan_engine(EngineConfig(deep.path, **({"weights_on": "disk"} | changes)))
 
 
 def test_calls_that_are_refused(deep, llm_for):
@@ -252,10 +253,10 @@ def test_a_model_too_large_for_the_device_is_offered_to_be_streamed(tmp_path, mo
     small = engine_plan.decide(EngineConfig(**vars(config) | {"weights_on": "disk"})).memory
     monkeypatch.setattr(device_memory, "host_memory", lambda: int(small.total_bytes / 0.9) + 4096)
     with pytest.raises(engine_plan.MemoryPlanError) as refused:
-        engine_plan.plan(config)
+        engine_plan.plan_engine(config)
     assert {"weights_on": "disk"} in refused.value.alternatives
     nearly = os.statvfs_result((1, 1, 9, 9, 9, *[0] * 5))
     monkeypatch.setattr(os, "statvfs", lambda path: nearly)
     with pytest.raises(engine_plan.MemoryPlanError) as refused:
-        engine_plan.plan(config)
+        engine_plan.plan_engine(config)
     assert {"weights_on": "disk"} not in refused.value.alternatives

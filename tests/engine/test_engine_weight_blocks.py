@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from exhaustive import combination
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, preemptions
@@ -10,8 +11,7 @@ from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, pre
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.scheduler.policies import POLICIES
+from jaxserve.runtime.startup import engine_plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 STEPS = 8
@@ -26,7 +26,9 @@ def checked(deep):
         yield llm
 
 
-@pytest.mark.parametrize("scheduler", [name for name in POLICIES if name != "medha"])
+@pytest.mark.parametrize(
+    "scheduler", ["sarathi", "static", *map(combination, ("vllm", "orca", "splitfuse"))]
+)
 def test_every_scheduler(deep, scheduler):
     """Prompts of many lengths, some of which go on in the next step of a block, and preemptions."""
     arrivals = [Arrival(prompt, GREEDY, step // 2) for step, prompt in enumerate(deep.prompts * 2)]
@@ -156,4 +158,4 @@ def test_a_device_that_holds_more_than_was_planned_is_reported(deep, checked):
 def test_settings_that_are_refused(deep, changes, message):
     shared = {"weights_on": "disk", "steps_per_weight_read": 2}
     with pytest.raises(ConfigError, match=message):
-        engine_plan.plan(EngineConfig(deep.path, **(shared | changes)))
+        engine_plan.plan_engine(EngineConfig(deep.path, **(shared | changes)))

@@ -24,7 +24,7 @@ from jaxserve.core.requests.outputs import WeightsRun
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.live_weights import LiveWeights
-from jaxserve.runtime.planning.engine_plan import plan
+from jaxserve.runtime.startup.engine_plan import plan_engine
 from jaxserve.runtime.state_memory import StateMemory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -217,7 +217,7 @@ def test_a_truncated_checkpoint_leaves_the_old_weights_serving(llm, llama, tmp_p
 def test_quantized_weights_are_refused_by_name(llama):
     config = EngineConfig.of(model=llama.path, quantization="int8", **llama.settings())
     with pytest.raises(WeightsError, match="quantization is 'int8'"):
-        LiveWeights(plan(config), memory=None).staged(llama.params)
+        LiveWeights(plan_engine(config), memory=None).staged(llama.params)
 
 
 def test_replaced_weights_are_in_no_snapshot(llm, llama, tmp_path):

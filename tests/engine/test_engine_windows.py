@@ -21,7 +21,7 @@ from tiny_engines import (
     generate,
 )
 
-from jaxserve.cli.terminal.plan_tables import capacity
+from jaxserve.cli.planning.plan_tables import capacity
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.beam_search import BeamSearchParams
 

@@ -19,7 +19,7 @@ from tiny_engines import LONGEST, Arrival, TinyModel, drive
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models import rope
-from jaxserve.models.drafters.follower import Follower, model_logits
+from jaxserve.models.drafters.feature_layer import FeatureLayer, model_logits
 
 DRAFTS = 3
 PLAIN = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -95,8 +95,8 @@ def layer(checkpoint, model, tmp_path_factory) -> Layer:
     alone = dataclasses.replace(
         longer.config, num_layers=1, sliding_windows=(None,), rope_layers=(True,), moe=moe
     )
-    follower = Follower(longer.family, fuse, expected, model_logits)
-    return Layer(DRAFTER, alone, {"layers": longer.params["layers"][-1:]}, follower)
+    feature_layer = FeatureLayer(longer.family, fuse, expected, model_logits)
+    return Layer(DRAFTER, alone, {"layers": longer.params["layers"][-1:]}, feature_layer)
 
 
 @pytest.fixture(scope="module")

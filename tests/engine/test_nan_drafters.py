@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from exhaustive import combination
 from kv_engines import token_ids
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
 from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate
@@ -51,7 +52,9 @@ def write_layer(path: Path, target: ModelConfig) -> None:
     save_layer(path, config, own, params)
 
 
-@pytest.mark.parametrize(("method", "write"), [("medusa", write_heads), ("eagle3", write_layer)])
+@pytest.mark.parametrize(
+    ("method", "write"), [("medusa", write_heads), combination("eagle3", write_layer)]
+)
 def test_broken_weights_switch_it_off_for_all(llama, alone, tmp_path, caplog, method, write):
     write(tmp_path, llama.config)
     config = {"method": method, "model": str(tmp_path), "num_speculative_tokens": DRAFTS}

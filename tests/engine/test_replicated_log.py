@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.core.commands import Abort, AddRequest, ResetPrefixCache, SetPriority
 from jaxserve.core.errors import DistributedError
-from jaxserve.core.requests.commands import Abort, AddRequest, ResetPrefixCache, SetPriority
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.engine.replicated_log import ReplicatedLog
+from jaxserve.engine.replication.log import ReplicatedLog
 
 
 @dataclasses.dataclass

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from exhaustive import combination
 from kv_engines import Preempter, bytes_of, token_ids
 from lora_adapters import merged, write_adapter
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
@@ -47,7 +48,7 @@ def expected(llama):
         return answers(llm, llama)
 
 
-@pytest.mark.parametrize("scheduler", ["static", "splitfuse"])
+@pytest.mark.parametrize("scheduler", [combination("static"), "splitfuse"])
 def test_other_schedulers(llama, expected, scheduler):
     with llama.load(**ROWS, scheduler=scheduler, speculative_config=NGRAM) as llm:
         assert answers(llm, llama, Preempter(llm.engine, 3, share=0.2)) == expected
@@ -89,7 +90,7 @@ def test_an_adapter_with_a_draft_model(llama, tmp_path):
             assert drafted > accepted if request else drafted == accepted > 0
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+@pytest.mark.parametrize("acceptance", ["rejection", combination("typical")])
 def test_rules_of_acceptance_with_lengths_that_are_chosen(llama, expected, acceptance):
     """The model drafts for itself."""
     drafts = {"model": str(llama.path), "num_speculative_tokens": "auto", "acceptance": acceptance}

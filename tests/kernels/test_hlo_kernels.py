@@ -62,6 +62,13 @@ def test_kernels_are_what_the_host_launches():
     assert found[0].source == "embed"
 
 
+def test_trips_of_a_known_number_are_launches_and_no_loop():
+    known = ', body=%body, metadata={op_name="go"}, backend_config={"known_trip_count":{"n":"3"}}'
+    found = kernels_of(HLO.replace(", body=%body", known), pool_bytes=64 * 8 * 2)
+    assert [kernel.kind for kernel in found[-3:]] == ["negate"] * 3
+    assert not any(kernel.loops for kernel in found)
+
+
 def test_bytes_are_those_of_the_parts_that_are_touched():
     gathered, written, copied, turned, product, attended, loop, negated = (
         kernel.moved_bytes for kernel in kernels_of(HLO, pool_bytes=64 * 8 * 2)

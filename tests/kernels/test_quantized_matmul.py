@@ -166,7 +166,7 @@ def test_dequantized_as_the_reference_says(name):
 def test_parts_by_inputs_add_up_to_the_whole(name):
     """Planes may be split between groups, and rows of one scale share it."""
     weight, x = pack(random_weight(9), FORMATS[name]), random_x(2)
-    half = INPUTS // 2 if INPUTS // 2 % (FORMATS[name].group or 32) == 0 else INPUTS // 3
+    half = INPUTS // 2 if INPUTS // 2 % (FORMATS[name].group_size or 32) == 0 else INPUTS // 3
     y = 0
     for first, last in ((0, half), (half, INPUTS)):
         planes = [
@@ -205,7 +205,7 @@ def test_quantizing_is_wrong_by_half_a_step(name, seed, exponent):
     """Or by the whole one by which symmetric int4 clips; and a little for rounded scales."""
     format, values = FORMATS[name], random_weight(5, seed=seed) * 2.0**exponent
     weight = pack(values, format)
-    group = format.group or INPUTS
+    group = format.group_size or INPUTS
     scales = np.repeat(np.abs(np.asarray(weight.scales, np.float64)), group, axis=1)
     error = np.abs(np.asarray(unpack(weight), np.float64) - values)
     if format.values == "float8_e4m3fn":

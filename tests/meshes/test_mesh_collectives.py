@@ -11,9 +11,9 @@ import pytest
 from mesh_engines import PAGE_SIZE, SEQS, degrees, on_mesh, write_llama
 
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.programs.kinds import ProgramKinds
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.startup import engine_plan
 
 pytestmark = pytest.mark.meshes
 
@@ -38,7 +38,7 @@ class Compiled:
             **degrees(mesh),
             **settings,
         )
-        self.shapes: ProgramShapes = engine_plan.plan(config).shapes
+        self.shapes: ProgramShapes = engine_plan.plan_engine(config).shapes
         self._specs = {spec.name: spec for spec in ProgramKinds(self.shapes).specs()}
 
     def kinds(self, name: str) -> dict[str, int]:

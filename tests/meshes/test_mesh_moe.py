@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from exhaustive import combination, combinations_of
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mesh_engines import load, on_mesh
@@ -35,7 +36,9 @@ MESHES = {
 a part of every one, whose biases are added once. Of DeepSeek, every rank has all latents."""
 
 
-@pytest.mark.parametrize("member", MESHES)
+@pytest.mark.parametrize(
+    "member", combinations_of(MESHES, "qwen3_moe", "deepseek_v2_groups", "gpt_oss_unbiased")
+)
 def test_a_mixture_on_a_mesh(tmp_path, member):
     mesh, settings = MESHES[member]
     on_mesh(mesh, check_mixture, tmp_path, member, **settings)
@@ -48,7 +51,7 @@ def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -
         assert_loads(llm.engine)
 
 
-@pytest.mark.parametrize("further", [{}, {"dual_batch_overlap": "on"}])
+@pytest.mark.parametrize("further", [combination({}), {"dual_batch_overlap": "on"}])
 def test_wide_chunks_of_latents(tmp_path, further):
     """Which attend to themselves by each rank's keys and values of heads, in both halves too."""
     least = TinyModel.write_member(tmp_path / "read", "deepseek_v3").config.mla.uncompressed_from

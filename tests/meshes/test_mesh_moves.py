@@ -9,6 +9,7 @@ from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
+from exhaustive import combination
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY
 from tiny_engines import LONGEST, PROMPT_LENGTHS, TinyModel
@@ -28,7 +29,7 @@ PROMPTS = [PROMPT_LENGTHS.index(length) for length in (17, 33, 100)]
     ("way", "with_kv"),
     [
         (("TP2", "TP4", ""), True),
-        (("", "PP2", "CP2"), True),
+        combination(("", "PP2", "CP2"), True),
         (("", "PP2", "CP2"), False),
         (("CP4", "TP4 PP2", "PP2"), True),
     ],

@@ -12,7 +12,7 @@ from tiny_engines import PROMPT_LENGTHS, Arrival, TinyModel, drive
 
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.runtime.device_step import BUBBLE
+from jaxserve.runtime.programs.device_step import BUBBLE
 
 pytestmark = pytest.mark.meshes
 

@@ -13,7 +13,7 @@ from mesh_engines import degrees, on_mesh, write_llama
 from jaxserve.cli.arguments.options import ModelSettings
 from jaxserve.cli.plan import Plan
 from jaxserve.cli.terminal.text import size
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 
 pytestmark = pytest.mark.meshes
 
@@ -28,7 +28,7 @@ def check_plan(mesh: str, path: Path) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert Plan(settings).run() == 0
-    memory = engine_plan.plan(settings).memory
+    memory = engine_plan.plan_engine(settings).memory
     total = re.search(
         r"each of 4 devices \(.*stage 2 .* tensor 2\): ([\d,]+) bytes", printed.getvalue()
     )

@@ -159,7 +159,7 @@ def check_mxfp4(mesh: str, directory: Path, group: int, **settings: Any) -> None
         assert llm.plan().weights_dequantized == (0, 3 * 6 * 3)
         for layer in llm.engine._runner._state.params["layers"]:
             assert layer["experts_gate_up"].format == MXFP4
-            assert layer["experts_down"].format == dataclasses.replace(MXFP4, group=group)
+            assert layer["experts_down"].format == dataclasses.replace(MXFP4, group_size=group)
         arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
         for output in drive(llm.engine, arrivals):
             model.check_greedy(output)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import combination
 from jax.sharding import PartitionSpec as P
 from mesh_engines import on_mesh
 
@@ -138,7 +139,16 @@ def sampled_on_a_mesh_as_on_one_device(mesh_name: str, vocab: int) -> None:
     assert gathered and all(int(width) <= min(64 * 64, ranks * (count + 64)) for width in gathered)
 
 
-@pytest.mark.parametrize("mesh", ["TP4", "TP2 PP2"])
-@pytest.mark.parametrize("vocab", [55, 1500, 49_152])
+@pytest.mark.parametrize(
+    ("mesh", "vocab"),
+    [
+        ("TP4", 1500),
+        ("TP4", 49_152),
+        ("TP2 PP2", 55),
+        combination("TP4", 55),
+        combination("TP2 PP2", 1500),
+        combination("TP2 PP2", 49_152),
+    ],
+)
 def test_parts_of_a_vocabulary_sample_as_the_whole(mesh, vocab):
     on_mesh(mesh, sampled_on_a_mesh_as_on_one_device, vocab)

@@ -15,8 +15,8 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.convert import convert
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import param_specs
-from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.startup import engine_plan
 
 pytestmark = pytest.mark.meshes
 
@@ -50,7 +50,7 @@ class Counted:
 
 
 def geometry_of(mesh: str, path: Path, **settings: object) -> ProgramShapes:
-    return engine_plan.plan(EngineConfig(model=path, **degrees(mesh), **settings)).shapes
+    return engine_plan.plan_engine(EngineConfig(model=path, **degrees(mesh), **settings)).shapes
 
 
 def bytes_by_device(shapes: ProgramShapes, path: Path) -> dict[jax.Device, int]:

@@ -27,10 +27,10 @@ from jaxserve.models import quantization_config
 from jaxserve.models.loading.gguf import config as gguf_config
 from jaxserve.models.lora import modules_of
 from jaxserve.models.quantization import AS_STORED, FORMATS
-from jaxserve.models.quantization_config import Scheme
+from jaxserve.models.quantization_scheme import Scheme
 from jaxserve.models.registry import ARCHITECTURES, get_family, param_specs
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from pallas_kernels.quantized_matmul import abstract_weight
 
 ROOT = Path(__file__).parents[2]
@@ -241,15 +241,15 @@ _INPUTS, _GROUP = 4096, 128
 
 def _held(scheme: Scheme) -> str:
     """What a linear layer of a scheme is on one device, of groups of 128 inputs."""
-    if scheme.group is not None:
-        scheme = dataclasses.replace(scheme, group=_GROUP)
+    if scheme.group_size is not None:
+        scheme = dataclasses.replace(scheme, group_size=_GROUP)
     format = scheme.format(_INPUTS)
     if format is None:
         return "values of `dtype`"
     planes = jax.tree.leaves(abstract_weight(_INPUTS, _INPUTS, format))
     bits = 8 * sum(plane.size * plane.dtype.itemsize for plane in planes) / _INPUTS**2
     kind = "float8" if scheme.storage == "fp8" else f"int{scheme.bits}"
-    of = "groups" if format.group else "outputs"
+    of = "groups" if format.group_size else "outputs"
     also = f"{' and minima' if format.minimum else ''} of {of}"
     order = ", and an order of inputs" if format.ordered else ""
     return f"{kind} with scales{also}{order}, {bits:.3g} bits"

@@ -97,20 +97,20 @@ def test_a_layer_is_that_of_its_authors(tmp_path, llama, variant):
     config, tensors = checkpoint.config, load_file(tmp_path / WEIGHTS)
     assert checkpoint.own(llama.config.num_layers) == own
     params = load_params(checkpoint, checkpoint.specs, dtype="float32")
-    follower = checkpoint.follower(llama.config)
+    feature_layer = checkpoint.feature_layer(llama.config)
     token_ids = np.random.default_rng(1).integers(0, 256, 12)
-    embedded = follower.embed(
+    embedded = feature_layer.embed(
         params, llama.params, llama.family, llama.config, token_ids, np.arange(len(token_ids))
     )
     table = tensors["embed_tokens.weight"] if own.own_embeddings else llama.params["embed"]
     assert np.array_equal(embedded, table[token_ids])
     states = np.random.default_rng(2).normal(size=(12, len(AUX_LAYERS) * 64)).astype(np.float32)
-    features = follower.features(params, states)
+    features = feature_layer.features(params, states)
     assert np.asarray(features) == pytest.approx(states @ tensors["fc.weight"].T, abs=1e-4)
     after, logits = reference(config, own, tensors, table[token_ids], np.asarray(features))
-    found = draft_states(config, params, embedded[None], features[None], follower)[0]
+    found = draft_states(config, params, embedded[None], features[None], feature_layer)[0]
     assert np.asarray(found) == pytest.approx(after, rel=1e-3, abs=1e-3)
-    found = follower.logits(params, llama.params, llama.family, llama.config, found)
+    found = feature_layer.logits(params, llama.params, llama.family, llama.config, found)
     assert np.asarray(found) == pytest.approx(logits, rel=1e-3, abs=1e-3)
 
 

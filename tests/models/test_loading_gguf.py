@@ -28,7 +28,7 @@ from jaxserve.models.loading.params import load_params
 from jaxserve.models.quantization import with_formats
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning.engine_plan import plan_described
+from jaxserve.runtime.startup.engine_plan import plan_described
 from pallas_kernels.quantized_matmul import MXFP4, dequantize
 
 WIDE = CONFIG | {

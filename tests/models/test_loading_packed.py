@@ -62,10 +62,12 @@ def test_any_slice(tmp_path, monkeypatch, name):
         sizes, num_inputs = spec.shape[: -spec.num_inputs], spec.matrix[1]
         everything = tuple(slice(0, size) for size in sizes)
         whole = assemble_packed(checkpoint, spec, everything, slice(0, num_inputs))
-        group = spec.format.group
+        group = spec.format.group_size
         if group and spec.format.values != "int4" and not spec.format.ordered:
             group //= 2
-            spec = dataclasses.replace(spec, format=dataclasses.replace(spec.format, group=group))
+            spec = dataclasses.replace(
+                spec, format=dataclasses.replace(spec.format, group_size=group)
+            )
         unit = group or (num_inputs if spec.format.minimum else 32)
         monkeypatch.setattr(packed, "_VALUES_AT_ONCE", 8 * num_inputs)
         for _ in range(4):

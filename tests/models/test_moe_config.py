@@ -12,11 +12,11 @@ from published_families import PUBLISHED
 
 from jaxserve.core.errors import ConfigError, ModelError, UnsupportedModelError
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.models.moe import active_parameters
+from jaxserve.models.moe_specs import active_parameters
 from jaxserve.models.partition import partition
 from jaxserve.models.registry import get_family, param_specs
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.planning.step_work import step_work
+from jaxserve.runtime.programs.forward.step_work import step_work
+from jaxserve.runtime.startup import engine_plan
 
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MIXTRAL_8X7B = PUBLISHED["Mixtral-8x7B"]

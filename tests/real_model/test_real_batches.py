@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exhaustive import combination
 from golden_prompts import golden_prompts
 from kv_engines import Preempter
 from mesh_engines import load, on_mesh
@@ -74,7 +75,7 @@ def check_bitwise(found: dict[str, list[RequestOutput]]) -> None:
             assert logprobs(output) == logprobs(other), (way, name)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[combination("float32"), "bfloat16"])
 def invariant(request, smollm2_path):
     """An engine in the mode, whose preemptions swap to the host's memory."""
     sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "host_pages": 96}
@@ -119,7 +120,7 @@ def on_two_devices(mesh: str, path: Path, target: Path) -> None:
         target.write_bytes(pickle.dumps(ways(llm)))
 
 
-@pytest.mark.parametrize("mesh", ["TP2", "PP2"])
+@pytest.mark.parametrize("mesh", ["TP2", combination("PP2")])
 def test_batch_invariant_logprobs_on_a_mesh(smollm2_path, tmp_path, mesh):
     target = tmp_path / "found"
     on_mesh(mesh, on_two_devices, smollm2_path, target, optimised=True)

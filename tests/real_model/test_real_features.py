@@ -14,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 from beam_reference import check_beams, dense_search
+from exhaustive import combination
 from golden_prompts import (
     DECIDED,
     check_golden,
@@ -78,7 +79,11 @@ def test_every_scheduler(smollm2_path, scheduler):
 
 @pytest.mark.parametrize(
     "drafts",
-    [{"method": "ngram"}, {"method": "layer_skip", "num_layers": 24}, {"method": "lookahead"}],
+    [
+        {"method": "ngram"},
+        combination({"method": "layer_skip", "num_layers": 24}),
+        combination({"method": "lookahead"}),
+    ],
     ids=lambda drafts: drafts["method"],
 )
 def test_speculation(smollm2_path, drafts):
@@ -128,7 +133,7 @@ def test_prefix_hits(llm):
     assert again >= len(golden[-1].prompt_token_ids) - 1
 
 
-@pytest.mark.parametrize("quantization", ["gguf", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["gguf", "int8", combination("int4"), combination("fp8")])
 def test_packed_weights(smollm2, quantization):
     """Each token is the most likely by the dense model of the weights that the packed ones mean; of
     the GGUF file they mean what transformers reads."""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import combinations_of
 from golden_prompts import check_golden, check_tokens, golden_prompts, logits_before, shortfalls
 from launched import Launched
 from mesh_engines import on_mesh
@@ -126,7 +127,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=1))
 
 
-@pytest.mark.parametrize("mesh", ["", *MESHES])
+@pytest.mark.parametrize("mesh", ["", *combinations_of(MESHES, "TP3", "PP2", "CP2")])
 def test_bfloat16_takes_the_most_likely_tokens(answers, in_bfloat16, mesh):
     """With the oracle's log probabilities, within rounding; and what differs from one device
     differs first where rounding can decide."""

@@ -17,9 +17,9 @@ from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.runtime.hardware import device_memory
 from jaxserve.runtime.hardware.devices import described_mesh
-from jaxserve.runtime.planning import engine_plan
 from jaxserve.runtime.planning.alternatives import alternatives, devices_needed
 from jaxserve.runtime.planning.memory import MemoryPlan
+from jaxserve.runtime.startup import engine_plan
 
 GIB = 1 << 30
 LLAMA_8B = CONFIG | {
@@ -49,21 +49,21 @@ def config_of(raw: dict, directory: Path, **changes) -> EngineConfig:
 
 def refusal(config: EngineConfig) -> MemoryPlanError:
     with pytest.raises(MemoryPlanError) as error:
-        engine_plan.plan(config)
+        engine_plan.plan_engine(config)
     return error.value
 
 
 def assert_as_offered(config: EngineConfig, refused: MemoryPlanError) -> None:
     """Every alternative is accepted, and named; a page more than it offers is not."""
     for changes in refused.alternatives:
-        assert engine_plan.plan(dataclasses.replace(config, **changes)).memory.fits
+        assert engine_plan.plan_engine(dataclasses.replace(config, **changes)).memory.fits
         for name, value in changes.items():
             assert f"{name} {value}" in str(refused)
         if "max_model_len" in changes:
             page_size = engine_plan.decide(config).memory.page_size
             more = changes | {"max_model_len": changes["max_model_len"] + page_size}
             with pytest.raises((MemoryPlanError, ConfigError)):
-                engine_plan.plan(dataclasses.replace(config, **more))
+                engine_plan.plan_engine(dataclasses.replace(config, **more))
 
 
 def test_a_large_model_on_a_small_host(tmp_path, monkeypatch):
@@ -177,6 +177,6 @@ def test_whatever_is_offered_is_accepted(
         page_size=page_size,
     )
     try:
-        engine_plan.plan(config)
+        engine_plan.plan_engine(config)
     except MemoryPlanError as refused:
         assert_as_offered(config, refused)

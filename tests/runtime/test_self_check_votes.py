@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime import startup
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.planning import engine_plan
-from jaxserve.runtime.startup import alike_on_all, compile_programs
+from jaxserve.runtime.startup import engine_plan
+from jaxserve.runtime.startup import start as startup
+from jaxserve.runtime.startup.start import alike_on_all, compile_programs
 from pallas_kernels.self_check import Failure
 
 ATTENTION = Failure("paged_attention", "NVIDIA H200", "decode", "its self-check was wrong by 3")
@@ -99,7 +99,7 @@ def test_what_failed_on_one_host_is_used_on_none(monkeypatch):
 @pytest.mark.parametrize(("num_hosts", "platform"), [(1, "gpu"), (2, "gpu"), (2, "cpu")])
 def test_no_host_of_several_skips_its_self_checks(monkeypatch, llama, num_hosts, platform):
     """A program found by its name is not traced, so that nothing would be known of its kernels."""
-    plan = engine_plan.plan(EngineConfig.of(model=llama.path, **llama.settings()))
+    plan = engine_plan.plan_engine(EngineConfig.of(model=llama.path, **llama.settings()))
     plan = dataclasses.replace(plan, device=DescribedDevice(platform, "NVIDIA H200", 1 << 30))
     monkeypatch.setattr(startup.jax, "process_count", lambda: num_hosts)
     monkeypatch.setattr(startup, "Compilation", lambda specs, *_, **__: specs)

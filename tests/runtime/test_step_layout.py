@@ -21,8 +21,8 @@ from jaxserve.core.steps.plan import DecodeGroup, ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import set_tables
 
 PAGE_SIZE, MAX_PAGES, TRASH_SLOT = 4, 8, 9
@@ -283,18 +283,18 @@ def test_groups_of_decodes_are_in_tokens_and_padded():
     kv = KVLayout(PAGE_SIZE, (KVGroup(None, (0,)), KVGroup(6, (1,))))
     where = StepLayout(key, TRASH_SLOT, MAX_PAGES, kv, max_width=2, shares_prefixes=True)
     chunks = tuple(sequence(slot, 12, 1 + 4 * slot).chunk(11, 1) for slot in range(3))
-    plan = StepPlan(chunks, groups=(DecodeGroup(1, 2, 2),))
+    plan = StepPlan(chunks, decode_groups=(DecodeGroup(1, 2, 2),))
     vector = where.pack(FrozenPlan.of(plan, kv, TRASH_SLOT))
-    place, shape = where.fields["groups"]
+    place, shape = where.fields["decode_groups"]
     groups = [[2, 4, 2 * PAGE_SIZE], [8, 0, 0]]
     assert vector[place].reshape(shape).tolist() == groups
     one = dataclasses.replace(where, key=ProgramKey(4, 0))
     tables = jnp.zeros((2 * (TRASH_SLOT + 1), MAX_PAGES), jnp.int32)
     vector = jnp.asarray(one.pack(FrozenPlan.of(plan, kv, TRASH_SLOT)))
     full, windowed = one.unpack(tables, vector)[1].slot_mappings
-    assert [field.tolist() for field in full.groups] == [[1, 4], [2, 0], [2 * PAGE_SIZE, 0]]
-    assert windowed.groups is None
-    assert "groups" not in dataclasses.replace(where, shares_prefixes=False).fields
+    assert [field.tolist() for field in full.decode_groups] == [[1, 4], [2, 0], [2 * PAGE_SIZE, 0]]
+    assert windowed.decode_groups is None
+    assert "decode_groups" not in dataclasses.replace(where, shares_prefixes=False).fields
 
 
 def test_a_group_with_a_window_has_rows_of_its_own_and_reads_no_page_it_gave_back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.planning import engine_plan
+from jaxserve.runtime.startup import engine_plan
 from jaxserve.runtime.step_measurement import StepMeasurements
 
 
@@ -34,7 +34,7 @@ class Recorder:
 
 
 def test_tokens_differ_so_that_they_take_different_experts(llama):
-    shapes = engine_plan.plan(EngineConfig.of(model=llama.path, **llama.settings())).shapes
+    shapes = engine_plan.plan_engine(EngineConfig.of(model=llama.path, **llama.settings())).shapes
     runner = Recorder()
     measured = [found for *_, found in StepMeasurements(shapes, runner).run() if found is not None]
     assert {found.key for found in measured} == {*shapes.buckets.keys()}
@@ -48,7 +48,7 @@ def test_tokens_differ_so_that_they_take_different_experts(llama):
 
 def test_the_fastest_round_of_a_step_counts(llama):
     """Other processes slow down whole rounds: there are more until two are as fast."""
-    shapes = engine_plan.plan(EngineConfig.of(model=llama.path, **llama.settings())).shapes
+    shapes = engine_plan.plan_engine(EngineConfig.of(model=llama.path, **llama.settings())).shapes
     steps = StepMeasurements(shapes, Recorder())
     counts = collections.Counter()
     slow = [3.0, 2.0, 1.3, 1.1, 1.7, 1.0, 1.02]  # The third point's rounds; the others are quiet.

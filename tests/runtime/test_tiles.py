@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.runtime.programs.forward.dual_batch import halves, rows_of_half
-from jaxserve.runtime.programs.forward.tiles import batch_of_tile, num_real_tokens, scan_tiles
+from jaxserve.runtime.programs.layout.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from pallas_kernels.paged_attention import RaggedBatch
 
 TILE = 4

@@ -101,7 +101,7 @@ def test_pages_read_once_and_alone_count_every_token_of_a_decode():
     chunks = [decode(slot, [1, 2, 1], 0, num_drafts=slot) for slot in range(3)]
     chunks += [decode(3 + slot, [2, 1], 0) for slot in range(2)]
     ordered, groups = group_decodes(chunks, PAGE, FREE)
-    plan = StepPlan(tuple(ordered), groups=groups)
+    plan = StepPlan(tuple(ordered), decode_groups=groups)
     assert plan.prefix_page_reads == (3 + 2, 3 * (1 + 2 + 3) + 2 * 2)
     assert StepPlan(tuple(chunks)).prefix_page_reads == (0, 0)
 
@@ -126,12 +126,12 @@ def scheduled(prefix_cost: PrefixCost | None) -> tuple[Scheduler, StepPlan]:
 
 def test_a_plan_has_the_groups_and_the_scheduler_their_bytes():
     scheduler, plan = scheduled(FREE)
-    assert plan.groups == ((0, 3, 2),)
+    assert plan.decode_groups == ((0, 3, 2),)
     assert [chunk.seq.seq_id for chunk in plan.decodes][3] == 0
     assert scheduler.prefix_kv_bytes(plan) == (2 * PAGE * 8, 3 * 2 * PAGE * 8)
 
 
 def test_no_cost_no_groups():
     scheduler, plan = scheduled(None)
-    assert plan.groups == ()
+    assert plan.decode_groups == ()
     assert scheduler.prefix_kv_bytes(plan) == (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from exhaustive import EXHAUSTIVE
 from hypothesis import HealthCheck, given, settings
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -24,7 +25,7 @@ CHECKS = [
     status_code_conformance,
 ]
 ROUTES, BODIES = 19, 10
-EXAMPLES = 40
+EXAMPLES = 40 if EXHAUSTIVE else 15
 
 
 @pytest.mark.parametrize("mode", GenerationMode)

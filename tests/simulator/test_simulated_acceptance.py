@@ -155,7 +155,7 @@ def test_a_shared_prefix_is_read_once():
     for what the merge and the group cost."""
     shared = PrefixSharing(PrefixCost(once=1.0, in_group=0.0, row=2.0, group=10.0), page_size=16)
     decodes = tuple(chunk(99) for _ in range(4))
-    together = StepPlan(decodes, groups=(DecodeGroup(0, 4, 5),))
+    together = StepPlan(decodes, decode_groups=(DecodeGroup(0, 4, 5),))
     times = Roofline(DEVICE, WORK, 0, shared=shared)
     saved_s = times.step(ProgramKey(4, 0), (StepPlan(decodes),)) - times.step(
         ProgramKey(4, 0), (together,)

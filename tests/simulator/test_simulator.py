@@ -20,10 +20,10 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.runtime.device_step import DeviceStep
-from jaxserve.runtime.planning.step_work import prefix_cost
+from jaxserve.runtime.programs.device_step import DeviceStep
+from jaxserve.runtime.programs.forward.step_work import prefix_cost
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.startup import start
+from jaxserve.runtime.startup.start import start
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.acceptance import Verified
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock

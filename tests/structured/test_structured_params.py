@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import RequestError
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.requests.structured_outputs import (
     MAX_CHOICES,

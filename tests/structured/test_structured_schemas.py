@@ -7,6 +7,7 @@ import re
 
 import jsonschema
 import pytest
+from exhaustive import EXHAUSTIVE
 
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
@@ -63,7 +64,7 @@ SCHEMAS = [
     {"oneOf": [an_object(kind={"const": "a"}, a=NAME), an_object(kind={"const": "b"}, b=COUNT)]},
     {"allOf": [{"type": "object", "required": ["a"]}, an_object(a=COUNT, b=NAME)]},
 ]
-GENERATIONS = 48
+GENERATIONS = 80 if EXHAUSTIVE else len(SCHEMAS)
 LONGEST = 900
 """Tokens: more than any of these schemas can need, whitespace and all."""
 

@@ -49,7 +49,7 @@ def test_a_pass_follows_the_pass_before_as_drafts_follow_one_another(deep):
     fixed = frozen, shapes, guessable, PASSES
     found = loss(*fixed, Layer(params), frozen.params, *arrays)
 
-    follower = eagle3.follower(shapes, own)
+    feature_layer = eagle3.feature_layer(shapes, own)
     totals: list[list[float]] = [[] for _ in range(PASSES)]
     for row, first in enumerate((4, 6)):
         embedded, _ = frozen.family.embed(frozen.params, frozen.config, tokens[row], jnp.arange(9))
@@ -63,7 +63,7 @@ def test_a_pass_follows_the_pass_before_as_drafts_follow_one_another(deep):
                 if place >= 8:
                     break
                 given = draft_states(
-                    shapes, params, embedded[None, 1:], own_features[None, :-1], follower
+                    shapes, params, embedded[None, 1:], own_features[None, :-1], feature_layer
                 )[0, place]
                 if place + 1 >= first:
                     guess = eagle3.draft_logits(shapes.rms_norm_eps, params, given[None])[0]

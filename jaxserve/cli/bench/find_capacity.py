@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxserve.cli.bench.options import NOTABLE_LAG_US
+from jaxserve.cli.arguments.load_options import NOTABLE_LAG_US
 from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import EndpointError
 from jaxserve.loadgen.results import RequestResult

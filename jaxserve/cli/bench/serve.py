@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import OmitArgPrefixes
 
+from jaxserve.cli.arguments.load_options import NOTABLE_LAG_US, Deadline, LoadOptions, SloOptions
 from jaxserve.cli.arguments.options import Common, check_base_url
 from jaxserve.cli.bench.find_capacity import CapacityFinder, Probe, Stopped
-from jaxserve.cli.bench.options import NOTABLE_LAG_US, Deadline, LoadOptions, SloOptions
 from jaxserve.cli.bench.report import report
 from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import ConfigError

@@ -94,7 +94,7 @@ def fastest(engine: EngineOptions, problem: Problem, rows: int) -> ChosenOffload
     does not know: what the plan of the settings needs beyond the memory is added to its work.
     Raises ConfigError when nothing fits.
     """
-    from jaxserve.runtime.planning import engine_plan
+    from jaxserve.runtime.startup import engine_plan
 
     sizes = [1 << power for power in range(rows.bit_length())]
     steps = [1 << power for power in range(_MAX_STEPS.bit_length())]
@@ -115,7 +115,7 @@ def _problem(
     from jaxserve.offline.offload_policy import MemoryCapacity, ModelBytes, PolicyRates, Problem
     from jaxserve.runtime.hardware import link_rates
     from jaxserve.runtime.hardware.device_memory import host_memory
-    from jaxserve.runtime.weights.loading import layer_file
+    from jaxserve.runtime.startup.loading import layer_file
 
     plan, lengths = llm.plan(), _lengths(llm, job, names, chat)
     placement, memory, config = plan.shapes.placement, plan.memory, plan.config

@@ -18,8 +18,8 @@ from jaxserve.simulator.step_times import PrefixSharing, StepTimes
 from jaxserve.simulator.transfer_worker import Link
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.planning.engine_plan import EnginePlan
     from jaxserve.runtime.programs.shapes.program import ProgramShapes
+    from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 _LINK_LATENCY_S = 20e-6
 """Assumed of every transfer between the device, host memory and a disk."""
@@ -48,7 +48,7 @@ class Described:
         Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`.
         """
         from jaxserve.runtime.hardware.devices import DescribedDevice
-        from jaxserve.runtime.planning.engine_plan import plan_described
+        from jaxserve.runtime.startup.engine_plan import plan_described
 
         if device is None and profile is None:
             raise ConfigError(
@@ -81,7 +81,7 @@ class Described:
     @property
     def work(self) -> StepWork:
         """What a step asks of each device."""
-        from jaxserve.runtime.planning.step_work import step_work
+        from jaxserve.runtime.programs.forward.step_work import step_work
 
         return step_work(self.plan.shapes)
 
@@ -97,8 +97,8 @@ class Described:
     @property
     def modelled(self) -> StepTimes | None:
         """By the data sheet; None where that is not known. Raises as `times`."""
-        from jaxserve.runtime.planning.step_work import draft_work
         from jaxserve.runtime.programs.forward.dual_batch import in_halves
+        from jaxserve.runtime.programs.forward.step_work import draft_work
 
         if self.spec is None:
             return None
@@ -114,7 +114,7 @@ class Described:
 
     @property
     def _shared(self) -> PrefixSharing | None:
-        from jaxserve.runtime.planning.step_work import prefix_cost
+        from jaxserve.runtime.programs.forward.step_work import prefix_cost
 
         cost = prefix_cost(self.plan.shapes)
         return cost and PrefixSharing(cost, self.plan.config.page_size)
@@ -142,7 +142,7 @@ class Described:
     def deployment(self) -> Deployment:
         """Without `acceptance` of drafts. Raises ConfigError when a profile has no rate of a link
         that the engine needs."""
-        from jaxserve.runtime.planning.step_work import prefix_cost
+        from jaxserve.runtime.programs.forward.step_work import prefix_cost
 
         plan, memory = self.plan, self.plan.memory
         spec = self.spec

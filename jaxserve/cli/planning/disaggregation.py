@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from jaxserve.cli.bench.options import LoadOptions
+from jaxserve.cli.arguments.load_options import LoadOptions
 from jaxserve.cli.planning.described import Described
 from jaxserve.cli.planning.simulated_load import arrivals, check_lengths
 from jaxserve.core.devices import device_of_kind

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jaxserve.core.events import Dispatched
 from jaxserve.models.loading.params import params_bytes
-from jaxserve.models.moe import active_size
-from jaxserve.runtime.planning.engine_plan import EnginePlan
+from jaxserve.models.moe_specs import active_size
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 _REPEATS = 5
 _COLUMNS = 512

@@ -12,9 +12,9 @@ from typing import Any
 
 from tyro.conf import OmitArgPrefixes
 
+from jaxserve.cli.arguments.load_options import Deadline
 from jaxserve.cli.arguments.options import Common
 from jaxserve.cli.arguments.values import Floats, Names
-from jaxserve.cli.bench.options import Deadline
 from jaxserve.cli.search.deployments import Dropped, Planned, Planner, SearchLoad, SharedLoad
 from jaxserve.cli.search.journal import Journal
 from jaxserve.cli.search.prices import read_prices

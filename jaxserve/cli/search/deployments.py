@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.cli.bench.options import LoadOptions
+from jaxserve.cli.arguments.load_options import LoadOptions
 from jaxserve.cli.planning.described import Described, draft_acceptance
 from jaxserve.cli.planning.simulated_load import arrivals, check_lengths
 from jaxserve.cli.search.command import serve_words

@@ -40,7 +40,7 @@ class BatchProgress:
 
 
 def _rest(run: BatchRun) -> str:
-    from jaxserve.offline.reports.timeline import duration
+    from jaxserve.offline.timeline import duration
 
     parts = [f"{run.timeline.tokens_per_s:,.0f} tokens/s"]
     if run.totals.errors:

@@ -71,6 +71,8 @@ class ReplicaLoad:
         draining: no request is dispatched to it; it ends, or has not begun yet.
         cached: the prefixes that it has cached.
         demands: of its requests, in the order in which they came.
+        num_moving: those of its requests whose KV is being copied to others.
+        num_pulled: prefixes that are being copied from it to others.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class ReplicaLoad:
         self.role = role
         self.draining = False
         self.cached = CachedPrefixes(num_pages)
-        self.num_sequences = 0
+        self.num_sequences = self.num_moving = self.num_pulled = 0
         self.demands: dict[Hashable, Demand] = {}
         self._shared: Counter[bytes] = Counter()
         self._own_pages = 0

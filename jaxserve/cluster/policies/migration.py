@@ -19,15 +19,11 @@ from jaxserve.core.cluster_status import Role
 MOVE_LOW_FREENESS = 1.0
 """A replica whose sequences may grow by fewer pages each gives one up."""
 
-LAST_TOKENS = 32
-"""When so few tokens were generated since the last stage of a copy, the request moves: its new
-replica computes them in one step."""
-
-MAX_STAGES = 3
-"""A request that generates faster than its KV is copied moves after so many stages."""
-
 MOVE_HIGH_FREENESS = 3.0
 """A replica takes a request if its sequences may grow by so many pages each after it."""
+
+MAX_MOVES = 4
+"""Requests whose KV leaves one replica at a time: it lies in memory meanwhile."""
 
 
 class Move(NamedTuple):
@@ -41,11 +37,9 @@ class Move(NamedTuple):
 def plan_moves(
     loads: Sequence[ReplicaLoad],
     movable: Callable[[int, Hashable], bool] = lambda place, key: True,
-    busy: Container[int] = (),
 ) -> list[Move]:
     """The next moves, at most one from each replica and one to each. `movable` tells whether a
-    request of a replica can move now. From `busy` replicas requests are moving, which still count
-    there.
+    request of a replica can move now.
 
     The least free replica gives its smallest request, for that costs least, of the lowest priority
     that it has, to the one that is the freest with it, among those of its role. One that drains
@@ -56,7 +50,9 @@ def plan_moves(
     moves = []
     for source in sorted(range(len(loads)), key=lambda index: loads[index].freeness()):
         load = loads[source]
-        for keys, roles, least in _offers(load, source in busy):
+        if load.num_moving >= MAX_MOVES:
+            continue
+        for keys, roles, least in _offers(load):
             keys = [key for key in keys if movable(source, key)]
             if not keys:
                 continue
@@ -78,19 +74,16 @@ def plan_moves(
 def begin_moves(
     loads: Sequence[ReplicaLoad],
     movable: Callable[[int, Hashable], bool],
-    busy: Callable[[], Container[int]],
     begin: Callable[[Move], None],
 ) -> None:
     """Plans moves and begins each, until none is left to plan. `begin` counts its request in its
-    destination; the others are those of `plan_moves`."""
-    while moves := plan_moves(loads, movable, busy()):
+    destination; `movable` is that of `plan_moves`."""
+    while moves := plan_moves(loads, movable):
         for move in moves:
             begin(move)
 
 
-def _offers(
-    load: ReplicaLoad, busy: bool
-) -> Iterator[tuple[list[Hashable], Container[Role], float]]:
+def _offers(load: ReplicaLoad) -> Iterator[tuple[list[Hashable], Container[Role], float]]:
     """What should leave a replica, first to last: keys, the roles of who may take them, and the
     freeness that these must be left with."""
     if load.draining:
@@ -101,7 +94,8 @@ def _offers(
         yield [key for key, each in load.demands.items() if each.num_output], ("decode",), -math.inf
         first = [key for key, each in load.demands.items() if not each.num_output][:1]
         yield first, ("decode",), -math.inf
-    if not busy and _is_full(load):
+    # What moves already still counts here.
+    if not load.num_moving and _is_full(load):
         keys = [k for k, each in load.demands.items() if not (prefills and each.num_output)]
         yield keys, (load.role,), MOVE_HIGH_FREENESS
 

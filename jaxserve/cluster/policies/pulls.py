@@ -29,11 +29,16 @@ class Pull(NamedTuple):
     num_pages: int
     num_cached: int
 
+    def span(self, page_size: int) -> tuple[int, int]:
+        """The tokens that its destination lacks, from the first to before the second."""
+        return self.num_cached * page_size, self.num_pages * page_size
+
 
 def plan_pull(loads: Sequence[ReplicaLoad], destination: int, demand: Demand) -> Pull | None:
     """The pull of the longest prefix of a request that a replica other than its `destination` has
     cached, if that is longer than its own; of equal ones from the replica with the fewest
-    sequences. Plan it before the request counts there."""
+    sequences. None if that one is busy with `MAX_PULLS`. Plan it before the request counts
+    there."""
     num_cached = loads[destination].cached.match(demand.hashes)
     matched = [
         (load.cached.match(demand.hashes), -load.num_sequences, -index)
@@ -41,13 +46,20 @@ def plan_pull(loads: Sequence[ReplicaLoad], destination: int, demand: Demand) ->
         if index != destination and not load.draining
     ]
     num_pages, _, index = max(matched, default=(0, 0, 0))
-    return Pull(-index, num_pages, num_cached) if num_pages > num_cached else None
+    if num_pages <= num_cached or loads[-index].num_pulled >= MAX_PULLS:
+        return None
+    return Pull(-index, num_pages, num_cached)
 
 
-class PullCost:
-    """What pulls take, learned from those that were made: a time, and more for each page."""
+class Pulls:
+    """What pulls take, learned from those that were made: a time, and more for each page.
+
+    Attributes:
+        num_tokens: that they brought, beyond those that their destinations had.
+    """
 
     def __init__(self) -> None:
+        self.num_tokens = 0
         self._cost = LinearCost()
         self._to_skip = 0
         self._num_refused = 0
@@ -65,9 +77,13 @@ class PullCost:
         self._num_refused += 1
         return self._num_refused % RETRY == 0
 
-    def pulled(self, num_pages: int, us: int) -> None:
-        """A pull of so many pages took `us`."""
-        self._cost.observe(num_pages, 1, us)
+    def pulled(self, pull: Pull, num_tokens: int, page_size: int, us: int) -> None:
+        """A pull took `us`, and its destination has the first `num_tokens` now. They are no more
+        than before if the source has evicted them, or there was no room."""
+        start, _ = pull.span(page_size)
+        if num_tokens > start:
+            self._cost.observe(num_tokens // page_size, 1, us)
+            self.num_tokens += num_tokens - start
 
     def failed(self) -> None:
         """A pull failed: the next ones are left out."""

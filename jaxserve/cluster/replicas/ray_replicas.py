@@ -13,10 +13,10 @@ from typing import Any, Literal
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.cluster.router import Router
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, DistributedError, ReplicaLostError
 from jaxserve.core.process.extras import extra
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import Update

@@ -14,19 +14,20 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxserve.async_engine import AsyncEngine
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import EngineClosedError
 from jaxserve.core.process.logs import configure_logging
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.engine.snapshot.migration import max_taken
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metric import Metric
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hardware.device_memory import host_share
-from jaxserve.runtime.planning.engine_plan import plan
+from jaxserve.runtime.startup.engine_plan import plan_engine
 from jaxserve.text import Tokenizer
 
 _POLL_S = 0.002
@@ -234,7 +235,7 @@ def _plan(config: EngineConfig, num_replicas: int) -> EngineConfig:
     utilization = config.memory_utilization
     if jax.default_backend() == "cpu":
         utilization /= num_replicas
-    planned = plan(dataclasses.replace(config, memory_utilization=utilization))
+    planned = plan_engine(dataclasses.replace(config, memory_utilization=utilization))
     memory, host_bytes = planned.memory, config.host_kv_bytes
     if host_bytes is None:
         pages = memory.host_pages // num_replicas
@@ -242,9 +243,12 @@ def _plan(config: EngineConfig, num_replicas: int) -> EngineConfig:
             most = host_share(planned.device) // num_replicas // memory.whole_page_bytes
             pages = min(memory.host_pages, most)
         host_bytes = pages * memory.whole_page_bytes
-    return dataclasses.replace(
-        config, kv_cache_memory_bytes=memory.kv_bytes, host_kv_bytes=host_bytes
-    )
+    kv_bytes = memory.kv_bytes
+    if config.kv_cache_memory_bytes is None:  # Leave room for copies of requests that move.
+        copied = max_taken(planned.scheduler.max_prefill_tokens, memory.page_size, memory.num_pages)
+        spare = memory.limit_bytes - memory.total_bytes
+        kv_bytes -= max(0, copied * memory.page_bytes - spare)
+    return dataclasses.replace(config, kv_cache_memory_bytes=kv_bytes, host_kv_bytes=host_bytes)
 
 
 def _run_on(index: int, num_cores: int) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import JaxserveError, ReplicaLostError
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import Update

@@ -67,8 +67,6 @@ class RoutedReplica:
         moved: those that have moved elsewhere, until it says that they have ended here.
         ended: done once it is to be loaded again: with the error by which it was lost, or with None
             when its process is to be replaced.
-        num_moving: those of its requests whose KV is being copied to others.
-        num_pulled: prefixes that are being copied from it to others.
         removing: its process ends, and none is started in its place.
         config: what it is loaded with; `fallback` if it fails to load.
         immovable: its requests do not move to others.
@@ -92,7 +90,6 @@ class RoutedReplica:
         self.client = client
         self.requests: dict[str, OpenRequest] = {}
         self.moved: dict[str, OpenRequest] = {}
-        self.num_moving = self.num_pulled = 0
         self.removing = self.immovable = False
         self.config = config
         self.fallback: EngineConfig | None = None

@@ -102,6 +102,7 @@ class Buckets:
         pipelined: bool = False,
         seq: int = 1,
         tiled: bool = False,
+        least_rows: int = 1,
         draft_lengths: tuple[int, ...] = (0,),
     ) -> Buckets:
         """Powers of two up to the largest step: `max_num_seqs` rows, and prefill for the rest of
@@ -112,6 +113,7 @@ class Buckets:
         over, in equal shares. With both there is one prefill size: a step passes through several
         programs, and its tokens must stay on their ranks. `tiled`: programs compute the tokens of a
         step but not its padding (tiles.py), so that one size of each kind suffices.
+        `least_rows`: decode rows of the smallest program, where fewer would take longer.
         `draft_lengths`: numbers of drafts that a decode may have, ascending from 0.
 
         Raises ConfigError when the budget leaves less than one multiple of 16 tokens, and of `seq`,
@@ -132,7 +134,7 @@ class Buckets:
         least = cdiv(_MIN_PREFILL_TOKENS, multiple) * multiple
         one_prefill_size = tiled or (pipelined and seq > 1)
         return cls(
-            rows=(max_num_seqs,) if tiled else _doublings(1, max_num_seqs),
+            rows=(max_num_seqs,) if tiled else _doublings(least_rows, max_num_seqs),
             mixed_rows=(0, max_num_seqs) if max_num_seqs > 1 or pipelined else (0,),
             prefill_tokens=(most,) if one_prefill_size else _doublings(least, most),
             widths=tuple(1 + length for length in draft_lengths),

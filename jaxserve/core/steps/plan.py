@@ -71,7 +71,7 @@ class StepPlan:
     admitted: tuple[ScheduledChunk, ...] = ()
     resumed: tuple[Sequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
-    groups: tuple[DecodeGroup, ...] = ()
+    decode_groups: tuple[DecodeGroup, ...] = ()
     """Decodes that read their first pages together, each in at most one group."""
 
     @property
@@ -95,12 +95,12 @@ class StepPlan:
     def prefix_page_reads(self) -> tuple[int, int]:
         """Pages of groups that a layer reads, each once a group, and how many it would read if
         every token of a decode did so for itself."""
-        tokens = [1 + chunk.num_drafts for chunk in self.decodes] if self.groups else []
+        tokens = [1 + chunk.num_drafts for chunk in self.decodes] if self.decode_groups else []
         alone = sum(
             sum(tokens[first : first + count]) * num_pages
-            for first, count, num_pages in self.groups
+            for first, count, num_pages in self.decode_groups
         )
-        return sum(group.num_pages for group in self.groups), alone
+        return sum(group.num_pages for group in self.decode_groups), alone
 
     @property
     def shape(self) -> StepShape:

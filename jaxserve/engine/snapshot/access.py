@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence, SharedPrefix
 from jaxserve.engine.engine_core import EngineCore
+from jaxserve.engine.replication.core import ReplicatedCore
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader
-from jaxserve.engine.snapshot.kv import SavedKV, kv_entries, prefixes_of
+from jaxserve.engine.snapshot.kv import Prefix, SavedKV, kv_entries, prefixes_of
 from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
@@ -20,12 +21,31 @@ if TYPE_CHECKING:
     from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 
 
+_T = TypeVar("_T")
+
+
+class OneHost:
+    """What `ReplicatedCore` has for what all hosts do together, where there is one host."""
+
+    leads = True
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+
+    def jointly(self, action: list[Any], run: Callable[[int], _T]) -> _T:
+        return run(self._core.log.now())
+
+    def agreed(self, value: Any) -> list[Any]:
+        return [value]
+
+
 class EngineAccess:
     """The requests and KV of one engine, and the way in for those of another.
 
     Attributes:
         core, page_transfers, restorer, facts: the engine's.
         check_open: raises EngineClosedError when the engine is closed.
+        hosts: what has all hosts do something together.
     """
 
     def __init__(
@@ -35,6 +55,8 @@ class EngineAccess:
         restorer: Restorer,
         facts: SnapshotFacts,
         check_open: Callable[[], None],
+        hosts: OneHost | ReplicatedCore,
+        num_hosts: int,
     ) -> None:
         self.core, self.page_transfers, self.restorer, self.facts = (
             core,
@@ -42,7 +64,8 @@ class EngineAccess:
             restorer,
             facts,
         )
-        self.check_open = check_open
+        self.check_open, self.hosts = check_open, hosts
+        self._num_hosts = num_hosts
 
     def check(self) -> None:
         """Raises SnapshotError where there can be no snapshots."""
@@ -51,10 +74,14 @@ class EngineAccess:
                 "snapshots name the checkpoint that an engine was loaded from, and update_weights "
                 "has replaced its weights; load the new ones in a new engine."
             )
-        if self.core.num_hosts > 1:
+
+    def check_one_host(self) -> None:
+        """Raises SnapshotError in a multi-host job, whose requests do not move one by one."""
+        if self._num_hosts > 1:
             raise SnapshotError(
-                "snapshots support a single process only, and this job has "
-                f"{self.core.num_hosts} processes; give all devices to one process."
+                "requests move one by one between engines of a single process, and this job has "
+                f"{self._num_hosts} processes; take a snapshot, or give all devices to one "
+                "process."
             )
 
     def check_ready(self) -> None:
@@ -82,9 +109,15 @@ class EngineAccess:
         self, sequences: Iterable[Sequence], cache: bool, start: int | None = None
     ) -> Iterator[tuple[str, Any]]:
         """The KV of sequences, from token `start` on, and with `cache` that of the prefix cache."""
-        scheduler = self.core.scheduler
-        prefixes = prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
+        prefixes = self.prefixes(sequences, cache, start)
         return kv_entries(prefixes, self.page_transfers.token_kv())
+
+    def prefixes(
+        self, sequences: Iterable[Sequence], cache: bool = False, start: int | None = None
+    ) -> Iterator[Prefix]:
+        """What `kv` is the KV of."""
+        scheduler = self.core.scheduler
+        return prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
 
     def saved(self, reader: SnapshotReader | PartReader) -> SavedKV:
         """The KV of a snapshot. That of another engine's drafter is not used."""

@@ -10,7 +10,7 @@ from jaxserve.core.version import __version__
 from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.planning.engine_plan import EnginePlan
+    from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 _KV_FACTS = {"dtype": None, "kv_cache_dtype": "auto", "quantization": None, "rope_context": None}
 """Facts that must match for KV to be reused, with their values in older snapshots that lack them;

@@ -137,7 +137,12 @@ class SnapshotWriter:
 
 
 class SnapshotReader:
-    """A verified snapshot: every file has the size and checksum it was written with."""
+    """A verified snapshot: every file has the size and checksum it was written with.
+
+    Attributes:
+        facts: what its engine said of itself.
+        stamp: tells it from others.
+    """
 
     in_order = False
     """Rows can be read in any order."""
@@ -154,7 +159,7 @@ class SnapshotReader:
                     f"jaxserve reads up to {VERSION}; restore it with a newer jaxserve."
                 )
             self.facts: dict[str, Any] = manifest["facts"]
-            self._stamp: str = manifest["stamp"]
+            self.stamp: str = manifest["stamp"]
             self._files: dict[str, dict[str, int]] = manifest["files"]
             for name, written in self._files.items():
                 self._check(name, written["bytes"], written["crc32"])
@@ -207,7 +212,7 @@ class SnapshotReader:
             )
 
     def _path(self, name: str) -> Path:
-        return self.directory / Path(f"{self._stamp}-{name}").name
+        return self.directory / Path(f"{self.stamp}-{name}").name
 
 
 def _is_ours(name: str) -> bool:

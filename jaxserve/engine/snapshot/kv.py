@@ -38,7 +38,7 @@ _NAMES = "kv", "draft"
 """What the names of arrays begin with: KV of the model, and of layers that draft for it."""
 
 
-class Pages(Protocol):
+class ReadablePages(Protocol):
     """KV [pages, page_tokens, layers, 2, kv_heads, head_dim] of up to TRANSFER_PAGES pages: of the
     model, and of the layers that draft for it, if there are any."""
 
@@ -46,6 +46,16 @@ class Pages(Protocol):
     page_bytes: int
 
     def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]: ...
+
+
+class TakeablePages(ReadablePages, Protocol):
+    """Pages that may also be read later than they are copied."""
+
+    def take(self, pages: Sequence[int]) -> Callable[[], list[np.ndarray]]: ...
+
+
+class WritablePages(Protocol):
+    """As ReadablePages, of the device."""
 
     def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None: ...
 
@@ -112,7 +122,7 @@ def prefixes_of(
             )
 
 
-def kv_entries(prefixes: Iterable[Prefix], pages: Pages) -> Iterator[tuple[str, Any]]:
+def kv_entries(prefixes: Iterable[Prefix], pages: ReadablePages) -> Iterator[tuple[str, Any]]:
     """The KV of prefixes as named entries: an index of all, then arrays of _FILE_BYTES each.
 
     Raises PageCorruptError or OSError for an unreadable page; what came before it counts.
@@ -122,9 +132,7 @@ def kv_entries(prefixes: Iterable[Prefix], pages: Pages) -> Iterator[tuple[str, 
     for prefix in prefixes:
         for place in prefix.places:
             numbers.setdefault(place, len(numbers))
-    places = list(numbers)
-    page_tokens, size = pages.page_tokens, max(1, _FILE_BYTES // pages.page_bytes)
-    batches = [places[first : first + size] for first in range(0, len(places), size)]
+    page_tokens, batches = pages.page_tokens, _batches(list(numbers), pages.page_bytes)
     files, num_rows = [], 0
     for batch in batches:
         num_rows += len(batch) * page_tokens
@@ -137,17 +145,48 @@ def kv_entries(prefixes: Iterable[Prefix], pages: Pages) -> Iterator[tuple[str, 
     named = [(f"{_NAMES[0]}-{file}", stop) for file, stop in files]
     yield "kv", {"page_tokens": page_tokens, "files": named, "prefixes": listed}
     for (file, _), batch in zip(files, batches):
-        for name, parts in zip(_NAMES, zip(*_read(batch, pages))):
+        read = (pages.read(tier, numbers) for tier, numbers in _transfers(batch))
+        for name, parts in zip(_NAMES, zip(*read)):
             kv = np.concatenate(parts)
             yield f"{name}-{file}", kv.reshape(-1, *kv.shape[2:])
 
 
-def _read(places: Sequence[Place], pages: Pages) -> Iterator[list[np.ndarray]]:
-    """The KV of these pages in order, up to TRANSFER_PAGES of one tier at a time."""
+def _batches(places: Sequence[Place], page_bytes: int) -> list[Sequence[Place]]:
+    """Pages by the file that their KV is in."""
+    size = max(1, _FILE_BYTES // page_bytes)
+    return [places[first : first + size] for first in range(0, len(places), size)]
+
+
+def _transfers(places: Sequence[Place]) -> Iterator[tuple[Tier, list[int]]]:
+    """These pages in order, up to TRANSFER_PAGES of one tier at a time."""
     for tier, group in itertools.groupby(places, key=operator.itemgetter(0)):
         numbers = [page for _, page in group]
         for first in range(0, len(numbers), TRANSFER_PAGES):
-            yield pages.read(tier, numbers[first : first + TRANSFER_PAGES])
+            yield tier, numbers[first : first + TRANSFER_PAGES]
+
+
+class TakenPages:
+    """Copies of pages, on the devices until they are read: once, in any thread, while the engine's
+    steps go on. For `kv_entries` of the prefixes that have these pages."""
+
+    def __init__(self, places: Sequence[Place], pages: TakeablePages) -> None:
+        """Begins to copy `places` of the device, in order and without repetition."""
+        self.page_tokens, self.page_bytes = pages.page_tokens, pages.page_bytes
+        self._reads = {
+            tuple(numbers): pages.take(numbers)
+            for batch in _batches(places, pages.page_bytes)
+            for _, numbers in _transfers(batch)
+        }
+
+    @property
+    def num_pages(self) -> int:
+        """Those that have not been read."""
+        return sum(map(len, [*self._reads]))
+
+    def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]:
+        tokens = self._reads[tuple(pages)]()
+        del self._reads[tuple(pages)]
+        return tokens
 
 
 class Reader(Protocol):
@@ -184,7 +223,7 @@ class SavedKV:
     def restore(
         self,
         kv: KVManager,
-        pages: Pages,
+        pages: WritablePages,
         table_of: Callable[[dict[str, Any]], PageTable | None],
         carry_out: Callable[[], None],
     ) -> None:
@@ -218,7 +257,7 @@ class SavedKV:
         prefix: dict[str, Any],
         table: PageTable,
         kv: KVManager,
-        pages: Pages,
+        pages: WritablePages,
         carry_out: Callable[[], None],
     ) -> None:
         """Writes a prefix to pages, except those already cached, and releases them."""

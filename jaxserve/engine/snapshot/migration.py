@@ -6,29 +6,44 @@ they run, in stages, and a request stops for the last one only.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import RequestError, SnapshotError
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.input_processor import prefix_salt
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess, states_of
-from jaxserve.engine.snapshot.kv import Prefix, kv_entries
+from jaxserve.engine.snapshot.kv import Prefix, TakenPages, kv_entries
 from jaxserve.engine.snapshot.parts import PartReader, encode_parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Tables, cached_table
-from jaxserve.kv.offload.tiers import PageCorruptError
+from jaxserve.kv.offload.tiers import PageCorruptError, Tier
 from jaxserve.kv.page_table import PageTable
 
 
 def exported_params(parts: Iterable[bytes]) -> SamplingParams:
     """The sampling parameters of an exported request. Raises SnapshotError for anything else."""
     return states_of(PartReader(parts))[0].added.params
+
+
+_MAX_GIVEN_UP = 1024
+"""Ids of requests whose KV was given up that are remembered: a stage of it may come later."""
+
+
+def max_taken(max_prefill_tokens: int, page_size: int, capacity: int) -> int:
+    """Most pages of an engine that are copied on the devices at a time, beside its pool of
+    `capacity` pages: those of the prompts of two steps, one of which is read while the other is
+    computed, but a quarter of the pool at most."""
+    return min(2 * cdiv(max_prefill_tokens, page_size), capacity // 4)
 
 
 class _Staged(NamedTuple):
@@ -48,6 +63,10 @@ class Migration:
     def __init__(self, engine: EngineAccess) -> None:
         self._engine = engine
         self._staged: dict[str, _Staged] = {}
+        self._given_up: collections.deque[str] = collections.deque(maxlen=_MAX_GIVEN_UP)
+        self._taken: weakref.WeakSet[TakenPages] = weakref.WeakSet()
+        limits, pool = engine.core.scheduler.config, engine.core.kv.pool
+        self._max_taken = max_taken(limits.max_prefill_tokens, pool.page_size, pool.capacity)
 
     def export_request(
         self, request_id: str, with_kv: bool = True, start: int | None = None
@@ -64,13 +83,36 @@ class Migration:
         Raises RequestError when no unfinished request has this id, and SnapshotError in a
         multi-host job, or for a part that is read too late.
         """
+        exported = self._parts_of(self._unfinished(request_id), with_kv, start)
+        return self._while_unchanged(exported, self._engine.core.num_changes)
+
+    def begin_export(
+        self, request_id: str, with_kv: bool = True, start: int | None = None
+    ) -> Iterator[bytes]:
+        """As `export_request`, but its parts may be read later, in any thread, while steps go on.
+        Up to `max_taken` pages are copied on the devices for that, which no step waits for; more
+        than that, and those of lower tiers, are read here."""
+        request = self._unfinished(request_id)
+        sequences = [output.seq for output in request.unfinished] if with_kv else []
+        prefixes = list(self._engine.prefixes(sequences, start=start))
+        places = list(dict.fromkeys(place for prefix in prefixes for place in prefix.places))
+        room = self._max_taken - sum(taken.num_pages for taken in self._taken)
+        if len(places) > room or any(tier is not Tier.DEVICE for tier, _ in places):
+            return iter([*self.export_request(request_id, with_kv, start)])
+        taken = TakenPages(places, self._engine.page_transfers.token_kv())
+        self._taken.add(taken)
+        states = self._engine.states([request])
+        entries = itertools.chain([("requests", states)], kv_entries(prefixes, taken))
+        return encode_parts(self._engine.facts.ours, entries if with_kv else [("requests", states)])
+
+    def _unfinished(self, request_id: str) -> Request:
         self._engine.check_open()
         self._engine.check()
+        self._engine.check_one_host()
         request = self._engine.core.requests.get(request_id)
         if request is None:
             raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
-        exported = self._parts_of(request, with_kv, start)
-        return self._while_unchanged(exported, self._engine.core.num_changes)
+        return request
 
     def num_computed(self, request_id: str) -> int | None:
         """How many tokens of a request's first sequence have their KV, by the steps that were
@@ -88,6 +130,7 @@ class Migration:
         request, or when its id is in use, and OverloadedError when the slots of adapters are taken.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         reader = PartReader(parts)
         (request,) = self._engine.restorer.add(
             self._exported(reader, request_id), finish=reader.finish
@@ -103,6 +146,7 @@ class Migration:
         OverloadedError when the slots of adapters are taken: it may be retried.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         contents = Contents(self._engine.restorer.built([state]), None)
         staged = self._staged.pop(state.added.request_id, None)
         if staged is None:
@@ -120,9 +164,13 @@ class Migration:
         each from where the one before has ended.
 
         Returns how many tokens of every sequence have their KV here now: there may be no room.
-        Raises as `import_request`; what came in stages before stays.
+        Raises as `import_request`, and RequestError after `unstage_request`, for a stage that was
+        late; what came in stages before stays.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
+        if request_id in self._given_up:
+            raise RequestError(f"the KV of request {request_id!r} was given up here.")
         reader = PartReader(parts)
         contents = self._exported(reader, request_id)
         sequences = [output.seq for output in contents.requests[0].unfinished]
@@ -133,7 +181,7 @@ class Migration:
         self._engine.core.pages_change()
         with interrupts_held():
             tables = self._engine.restorer.place(contents, reader.finish)
-        self.unstage_request(request_id)
+        self._unstage(request_id)
         self._staged[request_id] = _Staged(sequences[0].salt, tables)
         known = (
             self._engine.core.kv.known(tables[request_id, seq.index], seq.num_tokens)[1]
@@ -142,7 +190,11 @@ class Migration:
         return min(known)
 
     def unstage_request(self, request_id: str) -> None:
-        """Give up the KV of a request that does not come, if it was staged."""
+        """Give up the KV of a request that does not come, staged already or on its way."""
+        self._given_up.append(request_id)
+        self._unstage(request_id)
+
+    def _unstage(self, request_id: str) -> None:
         staged = self._staged.pop(request_id, None)
         for table in () if staged is None else staged.tables.values():
             self._engine.core.kv.unpin_table(table)
@@ -157,6 +209,7 @@ class Migration:
         Raises SnapshotError in a multi-host job, or for a part that is read too late.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         kv, salt = self._engine.core.kv, prefix_salt(tenant, cache_salt)
         prefixes = []
         if kv.prefix_caching and not kv.windowed:
@@ -179,6 +232,7 @@ class Migration:
         dtype or quantization. What was cached before the damaged part stays.
         """
         self._engine.check_ready()
+        self._engine.check_one_host()
         reader = PartReader(parts)
         self._engine.facts.check_model(reader.facts)
         self._engine.facts.check_kv(reader.facts)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import RequestError, SnapshotError
-from jaxserve.core.requests.commands import AddRequest
 from jaxserve.core.requests.outputs import FinishReason, Logprob
 from jaxserve.core.sequence import Sequence, SequenceState
 from jaxserve.engine.request import Request, SequenceOutput

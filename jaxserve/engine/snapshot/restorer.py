@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxserve.core.errors import AdapterError, OverloadedError, RequestError, SnapshotError
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.sequence import SharedPrefix
+from jaxserve.engine.commands import Resume
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.request import Request
@@ -51,17 +52,17 @@ class Restorer:
         self._page_transfers = page_transfers
         self._adapters = adapters
 
-    def built(self, states: list[RequestSnapshot]) -> list[Request]:
-        """The requests of these states, with their progress. Does not change the engine. Raises
-        SnapshotError when one does not fit it, or has the id of an unfinished request, and
-        OverloadedError when the slots of adapters are taken."""
+    def built(self, states: list[RequestSnapshot], now_us: int | None = None) -> list[Request]:
+        """The requests of these states, with their progress; they arrive at `now_us`, by default
+        now. Does not change the engine. Raises SnapshotError when one does not fit it, or has the
+        id of an unfinished request, and OverloadedError when the slots of adapters are taken."""
         ids = {state.added.request_id for state in states}.intersection(self._core.requests)
         if ids:
             raise SnapshotError(
                 f"request {min(ids)!r} of the snapshot has the id of an unfinished request of "
                 "this engine; restore before adding requests, or import under another id."
             )
-        now_us = self._core.log.now()
+        now_us = self._core.log.now() if now_us is None else now_us
         prefixes: dict[int, SharedPrefix] = {}
         return [self._build(state, prefixes, now_us) for state in states]
 
@@ -111,7 +112,7 @@ class Restorer:
             try:
                 for request in contents.requests:
                     if not request.finished:
-                        self._core.accept(request)
+                        self._core.apply(Resume(request))
                         continue
                     for output in request.sequence_outputs:
                         output.use_weights(self._core.weights_version)

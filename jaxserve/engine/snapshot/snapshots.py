@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxserve.core.errors import SnapshotError
+from jaxserve.core.errors import OverloadedError, SnapshotError
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess, states_of
@@ -28,8 +29,13 @@ class Snapshots:
     """Writes the requests of one engine to a directory, and adds those of another, between its
     steps.
 
-    Every method raises SnapshotError in a multi-host job and once weights have been replaced,
-    EngineClosedError on a closed engine, and EngineAsleepError where a sleeping one cannot do it.
+    In a multi-host job all hosts do so together, at the same place among their steps: those that
+    run the same script by the same calls, and others by `join`, as they follow. Host 0 writes, and
+    every host reads.
+
+    Every method raises SnapshotError once weights have been replaced, EngineClosedError on a closed
+    engine, EngineAsleepError where a sleeping one cannot do it, and in a multi-host job
+    DistributedError as a step does.
     """
 
     def __init__(self, engine: EngineAccess) -> None:
@@ -55,14 +61,29 @@ class Snapshots:
         the device, the most needed first, until `deadline_s` seconds from now. KV that is not
         saved is recomputed.
 
-        Raises SnapshotError when the directory cannot be written or holds other files, and in a
-        multi-host job.
+        Raises SnapshotError when the directory cannot be written or holds other files, on every
+        host.
         """
         self._engine.check_open()
         self._engine.check()
-        requests = {request.request_id: request for request in ended} | self._engine.core.requests
+        core, hosts = self._engine.core, self._engine.hosts
+        finished = {request.request_id: request for request in ended}
+
+        def write(now_us: int) -> None:
+            requests = finished | core.requests
+            self._write(directory if hosts.leads else None, requests.values(), with_kv, deadline_s)
+
         with interrupts_held():
-            self._write(directory, requests.values(), with_kv, deadline_s)
+            hosts.jointly(["snapshot", with_kv], write)
+
+    def join(self, action: list[Any], now_us: int) -> None:
+        """Do what host 0 does, on a host that follows."""
+        what, argument = action
+        with contextlib.suppress(SnapshotError, OverloadedError):  # Host 0 raises it as well.
+            if what == "snapshot":
+                self._write(None, (), with_kv=argument)
+            else:
+                self._restore(argument, now_us)
 
     def restore(self, directory: str | Path) -> list[Request]:
         """Add the requests of a snapshot, in order of arrival; some may have finished.
@@ -75,34 +96,77 @@ class Snapshots:
         OverloadedError when the slots of adapters are taken.
         """
         self._engine.check_ready()
-        reader = SnapshotReader(directory)
-        self._engine.facts.check_model(reader.facts)
-        requests = self._engine.restorer.built(states_of(reader))
+        action = ["restore", str(directory)]
+        restored = self._engine.hosts.jointly(action, lambda now: self._restore(directory, now))
+        return restored or []
+
+    def _restore(self, directory: str | Path, now_us: int) -> list[Request]:
+        """Adds the requests of a snapshot, which every host reads, with this time of arrival."""
+        with self._agreeing():
+            reader = SnapshotReader(directory)
+            self._engine.facts.check_model(reader.facts)
+        if len(set(self._engine.hosts.agreed(reader.stamp))) > 1:
+            raise SnapshotError(
+                f"{directory} has different snapshots on the hosts; give them all the same."
+            )
+        requests = self._engine.restorer.built(states_of(reader), now_us)
         usable = self._engine.facts.can_use_kv(reader.facts)
         kv = self._engine.saved(reader) if usable and reader.has("kv") else None
         return self._engine.restorer.add(Contents(requests, kv))
 
     def _write(
         self,
-        directory: str | Path,
+        directory: str | Path | None,
         requests: Iterable[Request],
         with_kv: bool,
-        deadline_s: float | None,
+        deadline_s: float | None = None,
     ) -> None:
         """Writes these requests to `directory`; then KV, that of running sequences first, for up to
-        `deadline_s` seconds. Raises SnapshotError when writing fails."""
+        `deadline_s` seconds. Raises SnapshotError when writing fails. Without a directory, only
+        reads the KV, as all hosts have to."""
         give_up_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        writer = SnapshotWriter(directory)
-        writer.add("requests", self._engine.states(requests))
-        writer.commit(self._engine.facts.ours)
-        if with_kv:
-            self._engine.page_transfers.settle()
-            scheduler = self._engine.core.scheduler
-            sequences = [*scheduler.running, *scheduler.waiting]
-            entries = self._engine.kv(sequences, cache=self._engine.core.kv.prefix_caching)
-            with contextlib.suppress(SnapshotError, PageCorruptError, OSError):
-                for name, content in entries:  # KV that is not saved is recomputed.
-                    if isinstance(content, np.ndarray) and time.monotonic() > give_up_s:
-                        break
-                    writer.add(name, content)
-            writer.commit(self._engine.facts.ours)
+        core, hosts, facts = self._engine.core, self._engine.hosts, self._engine.facts
+        writer: SnapshotWriter | None = None
+        with self._agreeing():
+            if directory is not None:
+                writer = SnapshotWriter(directory)
+                writer.add("requests", self._engine.states(requests))
+                writer.commit(facts.ours)
+        if not with_kv:
+            return
+        self._engine.page_transfers.settle()
+        sequences = [*core.scheduler.running, *core.scheduler.waiting]
+        entries = self._engine.kv(sequences, cache=core.kv.prefix_caching)
+        goes_on = True
+        with contextlib.suppress(PageCorruptError, OSError):  # KV that is not saved is recomputed.
+            while hosts.agreed(goes_on)[0] and (entry := next(entries, None)) is not None:
+                goes_on = writer is None or _added(writer, *entry, give_up_s)
+        with self._agreeing():
+            if writer is not None:
+                writer.commit(facts.ours)
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """If the block raises SnapshotError on one host, all hosts raise it."""
+        failure: SnapshotError | None = None
+        try:
+            yield
+        except SnapshotError as error:
+            failure = error
+        said = self._engine.hosts.agreed(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for host, message in enumerate(said):
+            if message is not None:
+                raise SnapshotError(f"on host {host}: {message}")
+
+
+def _added(writer: SnapshotWriter, name: str, content: Any, give_up_s: float) -> bool:
+    """Whether there was time to write an entry, and it worked."""
+    if isinstance(content, np.ndarray) and time.monotonic() > give_up_s:
+        return False
+    try:
+        writer.add(name, content)
+    except SnapshotError:
+        return False
+    return True

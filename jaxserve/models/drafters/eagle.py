@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.models import layers, rope
-from jaxserve.models.drafters.follower import Follower, as_it_is, model_logits
+from jaxserve.models.drafters.feature_layer import FeatureLayer, as_it_is, model_logits
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, one_tensor
 
@@ -75,4 +75,4 @@ def fuse(
     return layers.replicated(params["fc"], both, params.get("fc_bias")), rotations
 
 
-FOLLOWER = Follower(llama.FAMILY, fuse, as_it_is, model_logits)
+FEATURE_LAYER = FeatureLayer(llama.FAMILY, fuse, as_it_is, model_logits)

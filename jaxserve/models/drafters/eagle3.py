@@ -20,7 +20,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, parallel, rope
 from jaxserve.models.drafters import eagle
-from jaxserve.models.drafters.follower import Follower, as_it_is
+from jaxserve.models.drafters.feature_layer import FeatureLayer, as_it_is
 from jaxserve.models.families import llama
 from jaxserve.models.family import Attention, Family, Params, ParamSpec, one_tensor
 
@@ -114,7 +114,7 @@ def fuse(
     states: jax.Array,
     positions: jax.Array,
 ) -> tuple[jax.Array, Shared]:
-    """As Follower.fuse."""
+    """As FeatureLayer.fuse."""
     rotations = rope.rotation(config.rope, config.max_position_embeddings, positions)
     x = states.astype(embedded.dtype)
     if "hidden_norm" in params:
@@ -156,7 +156,7 @@ def _logits(
     config: ModelConfig,
     states: jax.Array,
 ) -> jax.Array:
-    """As `follower.Logits`; -inf for tokens that the layer cannot guess."""
+    """As `feature_layer.Logits`; -inf for tokens that the layer cannot guess."""
     found = draft_logits(eps, params, states)
     found = parallel.gather_over_vocab(found)[:, : own.draft_vocab_size]
     ranks = parallel.num_vocab_ranks()
@@ -168,9 +168,9 @@ def _logits(
     return nothing.at[:, places].set(found, mode="drop")
 
 
-def follower(config: ModelConfig, own: Eagle3Config) -> Follower:
+def feature_layer(config: ModelConfig, own: Eagle3Config) -> FeatureLayer:
     """The layer of this config."""
-    return Follower(
+    return FeatureLayer(
         dataclasses.replace(llama.FAMILY, layer=layer),
         fuse,
         as_it_is,

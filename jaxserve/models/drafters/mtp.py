@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models import layers, rope
-from jaxserve.models.drafters.follower import Follower, model_logits
+from jaxserve.models.drafters.feature_layer import FeatureLayer, model_logits
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, one_tensor
 from jaxserve.models.registry import get_family
@@ -74,7 +74,7 @@ def fuse(
     states: jax.Array,
     positions: jax.Array,
 ) -> tuple[jax.Array, llama.Rotations]:
-    """As Follower.fuse."""
+    """As FeatureLayer.fuse."""
     rotations = rope.rotation(config.rope, config.max_position_embeddings, positions)
     eps = config.rms_norm_eps
     both = [
@@ -85,10 +85,10 @@ def fuse(
 
 
 def expected(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-    """As Follower.expected."""
+    """As FeatureLayer.expected."""
     return layers.rms_norm(x, params["norm"], config.rms_norm_eps)
 
 
-def follower(target: ModelConfig) -> Follower:
+def feature_layer(target: ModelConfig) -> FeatureLayer:
     """The layer of a model."""
-    return Follower(get_family(target.architecture), fuse, expected, model_logits)
+    return FeatureLayer(get_family(target.architecture), fuse, expected, model_logits)

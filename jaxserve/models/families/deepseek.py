@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxserve.core.model_config import ExpertGroups, LayerKind, MLAConfig, ModelConfig, MoEConfig
-from jaxserve.models import layers, mla, moe, rope
+from jaxserve.models import layers, mla, moe_specs, rope
 from jaxserve.models.config_fields import only
 from jaxserve.models.families import llama
 from jaxserve.models.family import Attention, Params
@@ -59,7 +59,7 @@ _FIELDS = (
     *("n_group", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "scoring_func"),
     *("topk_group", "topk_method", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rope_interleave"),
-    *moe.FIELDS,
+    *moe_specs.FIELDS,
 )
 
 
@@ -90,7 +90,7 @@ def v3_config(raw: dict[str, Any]) -> ModelConfig:
 def _mixture(raw: dict[str, Any]) -> MoEConfig:
     dense = integer(raw, "first_k_dense_replace", minimum=0)
     inner = integer(raw, "moe_intermediate_size")
-    mixture = moe.moe_config(
+    mixture = moe_specs.moe_config(
         raw | {"num_experts": integer(raw, "n_routed_experts")},
         tuple(layer >= dense for layer in range(integer(raw, "num_hidden_layers"))),
         num_experts=0,
@@ -161,7 +161,7 @@ def param_specs(config: ModelConfig) -> Params:
     """Llama's parameters, with latent attention and experts."""
     specs = mla.with_latents(llama.param_specs(config), config)
     projections = ("gate_proj", "up_proj", "down_proj")
-    return moe.with_experts(specs, config, "mlp", projections, shared="shared_experts")
+    return moe_specs.with_experts(specs, config, "mlp", projections, shared="shared_experts")
 
 
 def layer(

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxserve.core.model_config import ClampedSwiGLU, ModelConfig
-from jaxserve.models import moe
+from jaxserve.models import moe_specs
 from jaxserve.models.config_fields import WINDOW_BY_LAYER, only
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params
@@ -41,7 +41,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         raw["rope_scaling"] = _ROPE
     only(raw, "experts_per_token", None, raw["num_experts_per_tok"])  # its older name
     clamped = ClampedSwiGLU(number(raw, "swiglu_alpha"), number(raw, "swiglu_limit"))
-    mixture = moe.moe_config(
+    mixture = moe_specs.moe_config(
         raw,
         (True,) * integer(raw, "num_hidden_layers"),
         num_experts=128,
@@ -53,7 +53,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         implements=(
             *("attention_bias", "swiglu_alpha", "swiglu_limit", "experts_per_token"),
             *WINDOW_BY_LAYER,
-            *moe.FIELDS,
+            *moe_specs.FIELDS,
         ),
         stored=("mxfp4",),
         moe=dataclasses.replace(mixture, biased=True, clamped=clamped),
@@ -66,7 +66,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 def param_specs(config: ModelConfig) -> Params:
     """Llama's parameters, with sinks and experts."""
     projections = ("gate_proj", "up_proj", "down_proj")
-    return moe.with_experts(llama.param_specs(config), config, "mlp", projections, router="router")
+    specs = llama.param_specs(config)
+    return moe_specs.with_experts(specs, config, "mlp", projections, router="router")
 
 
 FAMILY = dataclasses.replace(llama.FAMILY, config_from_hf=config_from_hf, param_specs=param_specs)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
-from jaxserve.models import layers, moe
+from jaxserve.models import layers, moe_specs
 from jaxserve.models.families import llama, olmo2
 from jaxserve.models.family import Attention, Params
 from jaxserve.models.hf_config import common_config, flag, integer, number
@@ -26,8 +26,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     biased = flag(raw, "attention_bias")
     return common_config(
         raw,
-        implements=("attention_bias", "clip_qkv", "norm_topk_prob", *moe.FIELDS),
-        moe=moe.moe_config(raw, (True,) * integer(raw, "num_hidden_layers"), num_experts=64),
+        implements=("attention_bias", "clip_qkv", "norm_topk_prob", *moe_specs.FIELDS),
+        moe=moe_specs.moe_config(raw, (True,) * integer(raw, "num_hidden_layers"), num_experts=64),
         qkv_bias=biased,
         output_bias=biased,
         clip_qkv=number(raw, "clip_qkv", None),
@@ -39,7 +39,7 @@ def param_specs(config: ModelConfig) -> Params:
     specs = llama.param_specs(config)
     for index, layer_specs in enumerate(specs["layers"]):
         layer_specs |= olmo2.head_norm_specs(config, f"model.layers.{index}.")
-    return moe.with_experts(specs, config, "mlp", ("gate_proj", "up_proj", "down_proj"))
+    return moe_specs.with_experts(specs, config, "mlp", ("gate_proj", "up_proj", "down_proj"))
 
 
 def layer(

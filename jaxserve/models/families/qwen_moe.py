@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models import moe
+from jaxserve.models import moe_specs
 from jaxserve.models.config_fields import WINDOW_SWITCHED
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params
@@ -36,7 +36,7 @@ _QWEN3_DEFAULTS = _DEFAULTS | {
 _FIELDS = (
     *("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
     *WINDOW_SWITCHED,
-    *moe.FIELDS,
+    *moe_specs.FIELDS,
 )
 
 
@@ -49,7 +49,7 @@ def qwen2_config(raw: dict[str, Any]) -> ModelConfig:
             "full_attention" if layer % 2 or layer >= first_full else "sliding_attention"
             for layer in range(integer(raw, "num_hidden_layers"))
         ]
-    mixture = moe.moe_config(
+    mixture = moe_specs.moe_config(
         raw,
         _sparse_layers(raw),
         num_experts=60,
@@ -68,7 +68,7 @@ def qwen3_config(raw: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Qwen3-MoE from its parsed `config.json`."""
     # A window is that of every layer here, whatever max_window_layers says.
     raw = _QWEN3_DEFAULTS | raw | {"max_window_layers": 0}
-    mixture = moe.moe_config(
+    mixture = moe_specs.moe_config(
         raw, _sparse_layers(raw), num_experts=128, intermediate_size="moe_intermediate_size"
     )
     biased = flag(raw, "attention_bias")
@@ -94,7 +94,7 @@ def _sparse_layers(raw: dict[str, Any]) -> tuple[bool, ...]:
 def param_specs(config: ModelConfig) -> Params:
     """Llama's parameters, with experts."""
     projections = ("gate_proj", "up_proj", "down_proj")
-    return moe.with_experts(llama.param_specs(config), config, "mlp", projections)
+    return moe_specs.with_experts(llama.param_specs(config), config, "mlp", projections)
 
 
 QWEN2 = dataclasses.replace(llama.FAMILY, config_from_hf=qwen2_config, param_specs=param_specs)

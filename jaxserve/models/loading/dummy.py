@@ -20,7 +20,7 @@ from jaxserve.models import quantization_config
 from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
 from jaxserve.models.loading.directory import CONFIG, ModelDirectory
 from jaxserve.models.loading.gguf.checkpoint import GgufCheckpoint
-from jaxserve.models.quantization_config import QuantizationConfig
+from jaxserve.models.quantization_scheme import QuantizationConfig
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_matmul import MXFP4, Format
 

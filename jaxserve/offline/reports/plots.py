@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.core.process.extras import extra
 from jaxserve.metrics.svg_page import svg_element
-from jaxserve.offline.reports.timeline import Sample
+from jaxserve.offline.timeline import Sample
 
 with extra("plots"):
     import matplotlib

@@ -14,8 +14,8 @@ from jaxserve.core.version import __version__
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.svg_page import html_page
 from jaxserve.offline.reports.plots import histogram, throughput
-from jaxserve.offline.reports.timeline import duration
 from jaxserve.offline.run import BatchRun
+from jaxserve.offline.timeline import duration
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1d2733; --quiet: #5b6875; --grid: #d9dee4;

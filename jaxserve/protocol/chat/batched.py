@@ -19,7 +19,8 @@ from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.chat.reply import ParsedChat
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, renamed
-from jaxserve.protocol.fields import ListOf, StreamOptions, only
+from jaxserve.protocol.field_types import ListOf, only
+from jaxserve.protocol.fields import StreamOptions
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.prompts import MAX_PROMPTS
 from jaxserve.protocol.usage import usage

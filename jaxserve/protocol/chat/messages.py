@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxserve.protocol.fields import Fields, Ignored, ListOf, valid_names
+from jaxserve.protocol.field_types import Ignored, ListOf, valid_names
+from jaxserve.protocol.fields import Fields
 from jaxserve.protocol.tools import CalledTool
 
 

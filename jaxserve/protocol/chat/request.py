@@ -12,7 +12,13 @@ from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.chat.reply import ParsedChat, ToolUse
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import GenerationFields, Ignored, Integer, JsonObject, ListOf
+from jaxserve.protocol.field_types import (
+    Ignored,
+    Integer,
+    JsonObject,
+    ListOf,
+)
+from jaxserve.protocol.fields import GenerationFields
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.parsing.reasoning import Marks, check_budget, reasoning_marks
 from jaxserve.protocol.parsing.tool_calls import format_of

@@ -10,7 +10,8 @@ from pydantic import ConfigDict
 
 from jaxserve.protocol.chat.messages import Message, TextPart
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import Fields, JsonObject, ListOf
+from jaxserve.protocol.field_types import JsonObject, ListOf
+from jaxserve.protocol.fields import Fields
 
 Text = str | ListOf[TextPart]
 

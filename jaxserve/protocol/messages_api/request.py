@@ -10,16 +10,18 @@ from pydantic import ConfigDict, Field, StrictBool, model_validator
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, renamed
-from jaxserve.protocol.fields import (
-    Fields,
-    GenerationFields,
+from jaxserve.protocol.field_types import (
     Ignored,
     Integer,
     JsonObject,
-    JsonSchema,
     ListOf,
-    ResponseFormat,
     only,
+)
+from jaxserve.protocol.fields import (
+    Fields,
+    GenerationFields,
+    JsonSchema,
+    ResponseFormat,
 )
 from jaxserve.protocol.messages_api.blocks import Text, Turn, messages_of
 from jaxserve.protocol.messages_api.reply import ParsedMessages

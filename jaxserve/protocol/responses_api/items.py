@@ -9,7 +9,8 @@ from pydantic import ConfigDict
 
 from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.fields import Fields, ListOf
+from jaxserve.protocol.field_types import ListOf
+from jaxserve.protocol.fields import Fields
 
 _ROLES = {"developer": "system"}  # Chat templates do not know the newer name.
 

@@ -12,16 +12,18 @@ from jaxserve.protocol.chat.messages import Message
 from jaxserve.protocol.chat.reply import ParsedChat
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.errors import FieldError, alike, renamed
-from jaxserve.protocol.fields import (
-    Fields,
-    GenerationFields,
+from jaxserve.protocol.field_types import (
     Ignored,
     Integer,
     JsonObject,
-    JsonSchema,
     ListOf,
-    ResponseFormat,
     only,
+)
+from jaxserve.protocol.fields import (
+    Fields,
+    GenerationFields,
+    JsonSchema,
+    ResponseFormat,
 )
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.responses_api.items import InputItem, messages_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,23 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.core.arithmetic import cdiv
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.hardware.link_rates import copy_rates, median_seconds
-from jaxserve.runtime.planning.host_attention import HostRates
-from jaxserve.runtime.programs.shapes.arrays import placed
 from pallas_kernels.paged_attention import PageLayout, Pages, RaggedBatch, Visible, attend
 
 _DECODE_BYTES, _CHUNK_BYTES = 32 << 20, 2 << 20
 """KV that is attended to: by a decode, for which it is larger than caches, and by a chunk."""
 _CHUNK = 128
+
+
+class HostRates(NamedTuple):
+    """Bytes a second of copies to the device and to the host, and of the KV that a token attends to
+    on the host: a decode, and a token of a prefill chunk, whose tokens share each read."""
+
+    to_device: float
+    to_host: float
+    decode: float
+    chunk: float
 
 
 def host_device() -> jax.Device | None:

@@ -107,12 +107,12 @@ class Hosts:
         """The minimum over all hosts. Raises DistributedError when a host's value is missing."""
         return min(self.gather(name, value))
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: Any, what_for: str = "to start") -> list[Any]:
         """The values of all hosts, which JSON can say, in order. Raises DistributedError when a
         host's value is missing."""
         self._store.set(f"{self._prefix}/{name}/{self.host}", json.dumps(value).encode())
         return [
-            json.loads(self._get(f"{name}/{other}", f"host {other} to start"))
+            json.loads(self._get(f"{name}/{other}", f"host {other} {what_for}"))
             for other in range(self.num_hosts)
         ]
 

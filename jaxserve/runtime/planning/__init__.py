@@ -1,1 +1,1 @@
-"""What an engine will be: decided before a weight is read."""
+"""What an engine takes of memory, decided before anything is allocated."""

@@ -8,17 +8,8 @@ InstInfer, 2409.04992).
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
-
-class HostRates(NamedTuple):
-    """Bytes a second of copies to the device and to the host, and of the KV that a token attends to
-    on the host: a decode, and a token of a prefill chunk, whose tokens share each read."""
-
-    to_device: float
-    to_host: float
-    decode: float
-    chunk: float
+from jaxserve.runtime.hardware.host_attention import HostRates
 
 
 @dataclasses.dataclass(frozen=True)

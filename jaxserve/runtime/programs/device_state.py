@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxserve.models.family import Params
 from jaxserve.models.lora import Adapters
@@ -94,3 +95,10 @@ def filled(array: jax.ShapeDtypeStruct, value: float) -> jax.Array:
         return np.full([stop - start for start, stop, _ in sizes], value, array.dtype)
 
     return jax.make_array_from_callback(array.shape, array.sharding, shard)
+
+
+def put(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """An array of the host on the devices, each host's part on its own."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,9 +16,10 @@ from jax import lax
 from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.program_kind import (
     ProgramKind,
     padded,
@@ -27,7 +29,7 @@ from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.sampling.speculation import Acceptance, SpeculationState
 from pallas_kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pallas_kernels.paged_attention import Pages, move_kv
-from sharding_rules import STAGE
+from sharding_rules import SEQ, STAGE, TENSOR
 
 COPY_PAGES = 8
 """Pages per call of the copy program."""
@@ -213,18 +215,33 @@ class _TransferKind(ProgramKind[_TransferKey]):
         )
 
 
+def _of_all(gather: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
+    """What `gather` returns on each device, put together on all of them."""
+    return lax.all_gather(gather(*arguments), (STAGE, SEQ, TENSOR), axis=1, tiled=True)
+
+
 class GatherPages(_TransferKind):
-    """Copies pages to a staging array."""
+    """Copies pages to a staging array; where several hosts have the devices, all of it to each."""
 
     title = "gather"
     pure = gather_pages
     donated = ()
 
+    def name(self, key: _TransferKey) -> str:
+        return super().name(key) + ("-to-all" if self.shapes.across_hosts else "")
+
+    def function(self, key: _TransferKey) -> Callable[..., Any]:
+        function = super().function(key)
+        return functools.partial(_of_all, function) if self.shapes.across_hosts else function
+
     def uploads(self, key: _TransferKey) -> tuple[Any, ...]:
         return (self.shapes.int32(key.pages),)
 
     def results(self, key: _TransferKey) -> Any:
-        return self.shapes.kv.staging(*key)
+        staging = self.shapes.kv.staging(*key)
+        if not self.shapes.across_hosts:
+            return staging
+        return placed(staging, self.shapes.arrays.sharding())
 
     def __call__(self, layers: Sequence[Pages], pages: Sequence[int], first: int = 0) -> jax.Array:
         """A staging array [at least pages, elements] of up to TRANSFER_PAGES pages, all layers or

@@ -18,7 +18,7 @@ from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward.tiles import scan_tiles
+from jaxserve.runtime.programs.layout.tiles import scan_tiles
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.sampling import (
     SampleOutput,

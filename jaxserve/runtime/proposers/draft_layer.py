@@ -1,4 +1,4 @@
-"""A layer that drafts from the target's hidden states (models/drafters/follower.py)."""
+"""A layer that drafts from the target's hidden states (models/drafters/feature_layer.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.models.drafters.follower import Follower
+from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.forward.step import TokenInputs
-from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.proposers.drafter import Drafter, run_layers
 from pallas_kernels.paged_attention import Pages
 
@@ -23,7 +23,7 @@ class DraftLayer:
     layer's, `outside` the model's outside its layers."""
 
     drafter: Drafter
-    follower: Follower
+    feature_layer: FeatureLayer
     family: Family
     config: ModelConfig
 
@@ -56,15 +56,15 @@ class DraftLayer:
         positions: jax.Array,
     ) -> tuple[jax.Array, Any]:
         """What enters the layer, [tokens, hidden], and what it shares; arguments as above."""
-        embedded = self.follower.embed(
+        embedded = self.feature_layer.embed(
             params, outside, self.family, self.config, token_ids, positions
         )
-        return self.follower.fuse(params, self.drafter.config, embedded, states, positions)
+        return self.feature_layer.fuse(params, self.drafter.config, embedded, states, positions)
 
     def expected(self, params: Params, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The states [tokens, hidden] of what the layer gives."""
-        return self.follower.expected(params, self.drafter.config, x).astype(dtype)
+        return self.feature_layer.expected(params, self.drafter.config, x).astype(dtype)
 
     def logits(self, params: Params, outside: Params, states: jax.Array) -> jax.Array:
         """Float32 [rows, vocab] of states [rows, hidden]."""
-        return self.follower.logits(params, outside, self.family, self.config, states)
+        return self.feature_layer.logits(params, outside, self.family, self.config, states)

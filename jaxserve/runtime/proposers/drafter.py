@@ -20,12 +20,12 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Family, Params
-from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.forward import step
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.step_inputs import DecodeRows
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.step_inputs import DecodeRows
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding

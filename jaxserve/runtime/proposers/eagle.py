@@ -1,4 +1,4 @@
-"""A layer that follows the target's hidden states drafts (models/drafters/follower.py): EAGLE,
+"""A layer that follows the target's hidden states drafts (models/drafters/feature_layer.py): EAGLE,
 EAGLE-3, and the layer of a model that predicts further tokens.
 
 Its entry at position p is of the hidden state of the token there and the embedding of the token
@@ -26,14 +26,14 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Params
-from jaxserve.runtime.device_step import PackedInputs
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.forward.forward_programs import BY_RANK, Hidden
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
 from jaxserve.runtime.proposers.draft_model import check_context, within
@@ -69,7 +69,7 @@ def draft(
     rows: jax.Array,
     num_drafts: jax.Array,
 ) -> tuple[list[Pages], jax.Array, SpeculationState]:
-    """As `drafter.draft`. The first draft is of the hidden state that `follow` left: each of the
+    """As `drafter.draft`. The first draft is of the hidden state that `extend` left: each of the
     others takes a pass of the layer, and the last one none after it."""
     decodes = layout.unpack_decodes(tables, vector)
     lengths = speculation.lengths[decodes.slots]
@@ -107,7 +107,7 @@ def draft(
     return kv, decodes.tables, state
 
 
-def follow(
+def extend(
     layer: DraftLayer,
     layout: StepLayout,
     tree_width: int,
@@ -156,7 +156,7 @@ def follow(
     if tree_width:
         nodes = jnp.arange(len(slots))[:, None] * tree_width + speculation.path[slots]
         states = states[nodes.reshape(-1)]
-    features = layer.follower.features(params, jnp.concatenate([states, of_prefills]))
+    features = layer.feature_layer.features(params, jnp.concatenate([states, of_prefills]))
     mappings = inputs.slot_mappings
     kv, x = layer(layout, params, outside, kv, token_ids, features, positions, real, mappings)
 
@@ -203,11 +203,11 @@ class _DraftTree(_Draft):
         self.run(state, key, vector, draft_rows(self.shapes, step, key))
 
 
-class Follow(ProgramKind[ProgramKey]):
+class Extend(ProgramKind[ProgramKey]):
     """Keeps the layer up with the target."""
 
-    title = "follow"
-    pure = follow
+    title = "extend"
+    pure = extend
     reads = ("draft_params", "outside_layers", "kv", "tables", "last_tokens", "speculation")
     replaces = ("kv", "speculation")
 
@@ -272,23 +272,23 @@ class EagleProposer(Proposer):
         config = within(shapes.local_draft_model, shapes.kv_layout.groups[0])
         places = (KVPlace(0, shapes.kv_layout.layers_per_page),)
         drafter = Drafter(draft.family, config, places, num_recent=1)
-        layer = DraftLayer(drafter, draft.follower, shapes.family, shapes.local_model)
+        layer = DraftLayer(drafter, draft.feature_layer, shapes.family, shapes.local_model)
         self._draft = (_DraftTree if shapes.tree_depth else _Draft)(shapes, layer, set_tables)
-        self._follow = Follow(shapes, layer)
-        self.kinds = (self._draft, self._follow)
+        self._extend = Extend(shapes, layer)
+        self.kinds = (self._draft, self._extend)
 
     def propose(self, state: DeviceState, step: PackedInputs) -> None:
         if step.plan.width > 1:
             self._draft(state, step)
 
-    def follow(
+    def extend(
         self,
         state: DeviceState,
         step: PackedInputs,
         key: ProgramKey,
         hidden: Hidden,
     ) -> None:
-        self._follow(state, step, key, hidden)
+        self._extend(state, step, key, hidden)
 
 
 def check_draft_layer(layer: ModelConfig, target: ModelConfig, max_model_len: int) -> None:

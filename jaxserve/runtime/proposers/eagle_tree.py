@@ -6,7 +6,7 @@ follows each; a guess is as confident as all on the way to it are together. Of a
 with the most confidence are the drafts, which always include those on the way to them.
 
 The layer's entries of these guesses are in no pages: they attend to the committed ones there and to
-each other. After the step `eagle.follow` writes those of the tokens that were accepted.
+each other. After the step `eagle.extend` writes those of the tokens that were accepted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.family import Params
-from jaxserve.runtime.programs.forward.step_inputs import StepInputs
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_inputs import StepInputs
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
 from jaxserve.runtime.proposers.drafter import best_drafts
 from jaxserve.sampling import SamplingState
@@ -59,7 +59,7 @@ class _Guesses(NamedTuple):
 
     tokens: jax.Array
     logs: jax.Array
-    follow: jax.Array
+    parents: jax.Array
 
     def with_more(self, first: jax.Array, *more: jax.Array) -> _Guesses:
         put = lax.dynamic_update_slice_in_dim
@@ -81,7 +81,7 @@ def draft_tree(
     rows: jax.Array,
 ) -> tuple[jax.Array, SpeculationState]:
     """A tree of drafts for each decode of a step packed in `vector`, of the hidden state that
-    `eagle.follow` left. Arguments as of `eagle.draft`; returns the page tables with the changes of
+    `eagle.extend` left. Arguments as of `eagle.draft`; returns the page tables with the changes of
     `vector`, and the state with the drafts and which of them each follows."""
     decodes = layout.unpack_decodes(tables, vector)
     lengths = speculation.lengths[decodes.slots]
@@ -205,11 +205,11 @@ def _most_confident(everything: _Guesses, size: int) -> tuple[jax.Array, jax.Arr
     logs, chosen = lax.top_k(everything.logs, size)
     order = jnp.argsort(chosen, axis=1)
     chosen, logs = (jnp.take_along_axis(array, order, axis=1) for array in (chosen, logs))
-    tokens, follow = (
+    tokens, parents_of = (
         jnp.take_along_axis(array, chosen, axis=1)
-        for array in (everything.tokens, everything.follow)
+        for array in (everything.tokens, everything.parents)
     )
     real = logs > -jnp.inf
-    same = follow[:, :, None] == chosen[:, None]
-    parents = jnp.where(real & (follow >= 0), 1 + jnp.argmax(same, axis=2), 0)
+    same = parents_of[:, :, None] == chosen[:, None]
+    parents = jnp.where(real & (parents_of >= 0), 1 + jnp.argmax(same, axis=2), 0)
     return jnp.where(real, tokens, NO_DRAFT), parents

@@ -6,8 +6,8 @@ import dataclasses
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.partition import local
-from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.proposers.drafter import Draft, Drafter

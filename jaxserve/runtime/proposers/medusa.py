@@ -17,8 +17,8 @@ from jaxserve.core.settings.speculative import SpeculativeConfig
 from jaxserve.models.drafters import medusa
 from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.family import Family, Params
-from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding

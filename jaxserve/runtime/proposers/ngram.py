@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxserve.core.settings.speculative import SpeculativeConfig
 from jaxserve.core.steps.plan import ScheduledChunk
-from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding

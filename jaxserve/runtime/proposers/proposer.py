@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.runtime.device_step import PackedInputs
 from jaxserve.runtime.programs.device_state import DeviceState
+from jaxserve.runtime.programs.device_step import PackedInputs
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
@@ -50,7 +50,7 @@ class Proposer(abc.ABC):
         many], and how many of them are accepted, as `state.speculation` has them already."""
         return
 
-    def follow(
+    def extend(
         self,
         state: DeviceState,
         step: PackedInputs,

@@ -9,7 +9,7 @@ import jax
 
 from jaxserve.core.steps.offload_counts import WeightReads
 from jaxserve.models.family import Params
-from jaxserve.runtime.programs.shapes.arrays import tree_bytes
+from jaxserve.runtime.hardware.arrays import tree_bytes
 
 
 class WeightSource(Protocol):

@@ -14,7 +14,7 @@ import jax
 from jaxserve.core.settings.choices import WeightsOn
 from jaxserve.core.steps.offload_counts import WeightReads
 from jaxserve.models.family import Params
-from jaxserve.runtime.programs.shapes.arrays import tree_bytes
+from jaxserve.runtime.hardware.arrays import tree_bytes
 from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.runtime.weights.stores import LayerStore
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.protocol.errors import ErrorReply
+from jaxserve.server.disconnect import ClientGoneError
 from jaxserve.server.http.connections import ConnectionLimits
-from jaxserve.server.http.disconnect import ClientGoneError
 from jaxserve.server.preparation import LARGE_BYTES
 from jaxserve.server.request_state import state_of
 from jaxserve.server.responses import error_response

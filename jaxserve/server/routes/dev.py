@@ -16,7 +16,7 @@ from jaxserve.protocol.administration import (
     UnloadAdapterRequest,
     UpdateWeightsRequest,
 )
-from jaxserve.protocol.responses import Sleeping, UpdatedWeights
+from jaxserve.protocol.response_models import Sleeping, UpdatedWeights
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from jaxserve.core.version import __version__
-from jaxserve.protocol.responses import About
+from jaxserve.protocol.response_models import About
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
 

@@ -14,12 +14,19 @@ from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.embeddings import EmbeddingRequest, ScoreRequest
 from jaxserve.protocol.errors import FieldError, ResponseNotFoundError, field_error
-from jaxserve.protocol.fields import GenerationFields, JsonObject
+from jaxserve.protocol.field_types import JsonObject
+from jaxserve.protocol.fields import GenerationFields
 from jaxserve.protocol.messages_api.request import CountTokensRequest, MessagesRequest
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.responses import ChatCompletion, Completion, Embeddings, InputTokens, Scores
-from jaxserve.protocol.responses import Message as MessageResponse
-from jaxserve.protocol.responses import Response as ResponsesResponse
+from jaxserve.protocol.response_models import (
+    ChatCompletion,
+    Completion,
+    Embeddings,
+    InputTokens,
+    Scores,
+)
+from jaxserve.protocol.response_models import Message as MessageResponse
+from jaxserve.protocol.response_models import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.request import ResponsesRequest
 from jaxserve.server.openapi import ERRORS, MESSAGE_ERRORS, documented_responses
 from jaxserve.server.preparation import prepared

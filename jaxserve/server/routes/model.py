@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from jaxserve.protocol.model import Model
-from jaxserve.protocol.responses import (
+from jaxserve.protocol.response_models import (
     Detokenized,
     ModelCard,
     ModelList,

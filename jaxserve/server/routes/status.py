@@ -9,7 +9,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from jaxserve.core.version import __version__
-from jaxserve.protocol.responses import Health, Load, ServerInfo, Version
+from jaxserve.protocol.response_models import Health, Load, ServerInfo, Version
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.responses import JsonResponse
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from jaxserve.core.errors import RequestError
 from jaxserve.protocol.errors import FieldError
-from jaxserve.protocol.responses import DeletedResponse, InputItems
-from jaxserve.protocol.responses import Response as ResponsesResponse
+from jaxserve.protocol.response_models import DeletedResponse, InputItems
+from jaxserve.protocol.response_models import Response as ResponsesResponse
 from jaxserve.protocol.responses_api.stored import StoredResponse
 from jaxserve.server.openapi import ERRORS, documented_responses
 from jaxserve.server.preparation import prepared

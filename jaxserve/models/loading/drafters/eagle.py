@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.drafters import eagle
-from jaxserve.models.drafters.follower import Follower
+from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, ParamSpec
 from jaxserve.models.loading.assemble import check_tensors
@@ -86,9 +86,9 @@ class EagleCheckpoint(SafetensorsCheckpoint):
         """Specs of its parameters; the embeddings are the model's."""
         return eagle.param_specs(self.config, biased=self.shape("fc.bias") is not None)
 
-    def follower(self, target: ModelConfig) -> Follower:
+    def feature_layer(self, target: ModelConfig) -> FeatureLayer:
         """The layer, for a model."""
-        return eagle.FOLLOWER
+        return eagle.FEATURE_LAYER
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.model_files import read_json, shown
 from jaxserve.models.drafters import eagle3
 from jaxserve.models.drafters.eagle3 import Eagle3Config
-from jaxserve.models.drafters.follower import Follower
+from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.family import Params
 from jaxserve.models.hf_config import boolean, integer
 from jaxserve.models.loading.directory import CONFIG, config_from_files, read_config_files
@@ -86,9 +86,9 @@ class Eagle3Checkpoint(EagleCheckpoint):
             )
         return dataclasses.replace(self._own, aux_layers=aux)
 
-    def follower(self, target: ModelConfig) -> Follower:
+    def feature_layer(self, target: ModelConfig) -> FeatureLayer:
         """Raises as `own`."""
-        return eagle3.follower(self.config, self.own(target.num_layers))
+        return eagle3.feature_layer(self.config, self.own(target.num_layers))
 
     @property
     def specs(self) -> Params:

@@ -25,7 +25,7 @@ import numpy as np
 from jaxserve.core.errors import WeightsError
 from jaxserve.models.loading.assemble import Index
 from jaxserve.models.loading.quantized.integers import per_word, unpacked, words
-from jaxserve.models.quantization_config import QuantizationConfig, Scheme
+from jaxserve.models.quantization_scheme import QuantizationConfig, Scheme
 from pallas_kernels.quantized_matmul import Format, QuantizedWeight, from_integers
 
 _WEIGHT = ".weight"
@@ -207,7 +207,7 @@ class QuantizedTensors:
     def _groups_of(self, name: str) -> np.ndarray:
         """The group of each input of a weight."""
         weight = self._weight(name)
-        in_a_row = np.arange(weight.shape[1]) // (weight.scheme.group or weight.shape[1])
+        in_a_row = np.arange(weight.shape[1]) // (weight.scheme.group_size or weight.shape[1])
         if weight.order is None:
             return in_a_row
         groups = self.tensors[weight.order][:]
@@ -261,7 +261,8 @@ class QuantizedTensors:
         return tensor[window[0], window[1]]
 
     def _check_order(self, weight: _Weight, groups: np.ndarray) -> None:
-        count = 1 if weight.scheme.group is None else -(-weight.shape[1] // weight.scheme.group)
+        size = weight.scheme.group_size
+        count = 1 if size is None else -(-weight.shape[1] // size)
         if groups.size and not 0 <= groups.min() <= groups.max() < count:
             raise WeightsError(
                 f"{weight.order} has groups from {groups.min()} to {groups.max()}; there are "
@@ -346,10 +347,11 @@ class QuantizedTensors:
     def _check(self, weight: _Weight) -> None:
         """Raises WeightsError for tensors that do not fit the weight's shape."""
         scheme, layout, (outputs, inputs) = weight.scheme, weight.layout, weight.shape
-        groups = -(-inputs // (scheme.group or inputs))
+        groups = -(-inputs // (scheme.group_size or inputs))
         scales = self.tensors[weight.scales]
         shape = list(scales.get_shape())
-        if scheme.storage in ("fp8", "int8") and scheme.group is None and scheme.rows in (1, None):
+        whole = scheme.group_size is None and scheme.rows in (1, None)
+        if scheme.storage in ("fp8", "int8") and whole:
             fits = shape in ([], [1], [1, 1], [outputs], [outputs, 1])
             wanted = [outputs, 1]
         else:

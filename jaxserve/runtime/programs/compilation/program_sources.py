@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[4]
-_ROOTS = ("jaxserve.runtime.programs.kinds", "jaxserve.models.registry")
+_ROOTS = ("jaxserve.runtime.program_kinds", "jaxserve.models.registry")
 """Modules of the program functions with their shapes, and of the model families they run."""
 _WHOLE_PACKAGES = ("pallas_kernels", "sharding_rules")
 """Packages used only by programs. Kernels are imported by name, which imports do not show."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxserve.core.devices import device_of_kind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.layer_times import layer_times
-from jaxserve.runtime.planning.step_work import step_work
+from jaxserve.runtime.programs.forward.step_work import step_work
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from pallas_kernels.paged_attention import RaggedBatch
 

@@ -17,15 +17,15 @@ from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
+from jaxserve.runtime.hardware.arrays import placed, tree_bytes
 from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward import pipeline_step, step
 from jaxserve.runtime.programs.forward.dual_batch import in_halves
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
-from jaxserve.runtime.programs.shapes.arrays import placed, tree_bytes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import SEQ, STAGE
 
@@ -227,7 +227,7 @@ class _Layers(ProgramKind[_LayersKey]):
         super().__init__(shapes)
         self._first = first
         self._slices = {
-            key: [self._slice(key, layers) for layers in shapes.groups(key)]
+            key: [self._slice(key, layers) for layers in shapes.layer_slices(key)]
             for key in shapes.layouts
         }
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxserve.core.model_config import MLAConfig
 from jaxserve.models.mla import OfHeads
-from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from pallas_kernels.merge import merge_two
 from pallas_kernels.paged_attention import (
     Pages,
@@ -57,7 +57,7 @@ def attend(
     parts = []
     if num_decodes:
         decodes = jax.tree.map(lambda array: array[:num_decodes], slot_mapping.batch)
-        groups = slot_mapping.groups if window is None else None
+        groups = slot_mapping.decode_groups if window is None else None
         out, _ = paged_attention(
             q[:num_decodes],
             pages,

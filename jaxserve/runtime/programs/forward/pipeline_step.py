@@ -19,8 +19,8 @@ from jaxserve.kv.layout import KVPlace
 from jaxserve.models import parallel
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.programs.forward.step import TokenInputs, embed, for_sampling, layers, normed
-from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import Pages
 from sharding_rules import STAGE

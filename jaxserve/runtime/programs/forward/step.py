@@ -24,9 +24,9 @@ from jaxserve.models.mla import OfHeads
 from jaxserve.runtime.programs.forward import context_parallel, latent_chunks
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
 from jaxserve.runtime.programs.forward.dual_batch import halves, rows_of_half
-from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
-from jaxserve.runtime.programs.forward.tiles import batch_of_tile, num_real_tokens, scan_tiles
+from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.tiles import batch_of_tile, num_real_tokens, scan_tiles
 from jaxserve.sampling.speculation import SpeculationState
 from pallas_kernels.paged_attention import Pages, paged_attention, tree_attention, write_kv
 
@@ -294,7 +294,7 @@ def _attend(
         window=window,
         soft_cap=soft_cap,
         sinks=sinks,
-        groups=slot_mapping.groups if window is None else None,
+        groups=slot_mapping.decode_groups if window is None else None,
     )
     return out, pages
 

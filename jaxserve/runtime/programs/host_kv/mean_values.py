@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxserve.core.steps.offload_counts import SparseReads
 from jaxserve.runtime.planning.sparf import SparFSizes
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.store import HostKVStore
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 
 
 @dataclasses.dataclass

@@ -24,12 +24,12 @@ from jaxserve.runtime.programs.forward.forward_programs import (
     Hidden,
     LayerByLayer,
 )
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
 from jaxserve.runtime.programs.host_kv.mean_values import MeanValues
 from jaxserve.runtime.programs.host_kv.queries import AttendByQueries
 from jaxserve.runtime.programs.host_kv.shadow import Shadow
 from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, batch_on_host, groups_of
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
 from jaxserve.runtime.programs.program_kind import ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes

@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
 from jaxserve.runtime.programs.host_kv.step import Partial
 from jaxserve.runtime.programs.host_kv.store import HostKVStore
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from pallas_kernels.paged_attention import RaggedBatch
 

@@ -15,7 +15,6 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.offload_counts import RecallCounts
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
 from jaxserve.runtime.programs.device_state import filled
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.host_kv.shadow_programs import (
     AttendRecalled,
     Choose,
@@ -28,6 +27,7 @@ from jaxserve.runtime.programs.host_kv.shadow_programs import (
 )
 from jaxserve.runtime.programs.host_kv.shadow_step import NO_CHUNK, Decodes, ShadowLayer
 from jaxserve.runtime.programs.host_kv.step import Partial
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.planning.shadow import CHUNK
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.host_kv import shadow_step
 from jaxserve.runtime.programs.host_kv.shadow_step import Decodes, ShadowLayer
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.shapes.arrays import placed
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 FILL_CHUNKS = 256

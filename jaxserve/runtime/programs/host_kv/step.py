@@ -19,9 +19,9 @@ from jaxserve.models import lora, moe
 from jaxserve.models.family import Family, Params
 from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.forward.step import TokenInputs
-from jaxserve.runtime.programs.forward.step_inputs import SlotMapping
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
 from jaxserve.runtime.programs.host_kv.sparf_step import attend_to_some
+from jaxserve.runtime.programs.layout.step_inputs import SlotMapping
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from pallas_kernels.merge import merge_sinks, merge_two
 from pallas_kernels.page_copy import scatter_pages
 from pallas_kernels.paged_attention import (

@@ -11,8 +11,8 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.steps.offload_counts import HostKVCopies
 from jaxserve.models.loading.assemble import aligned_empty
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from pallas_kernels.page_copy.rows import elements_of_each
 from pallas_kernels.paged_attention import Pages, RaggedBatch

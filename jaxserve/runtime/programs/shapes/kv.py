@@ -12,7 +12,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.kv.layout import KVLayout
 from jaxserve.models.partition import local
-from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed
+from jaxserve.runtime.hardware.arrays import ArrayShapes, placed
 from pallas_kernels.page_copy import row_dtype, row_elements
 from pallas_kernels.paged_attention import PageLayout, Pages
 from sharding_rules import KV, SEQ, STAGE, TENSOR

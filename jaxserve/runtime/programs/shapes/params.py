@@ -18,7 +18,7 @@ from jaxserve.models.parallel import VOCAB
 from jaxserve.models.partition import partition
 from jaxserve.models.quantization import with_formats
 from jaxserve.models.registry import get_family
-from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
+from jaxserve.runtime.hardware.arrays import ArrayShapes, placed, tree_bytes
 from pallas_kernels.quantized_matmul import QuantizedWeight
 from sharding_rules import EXPERT_PARALLEL, MEGATRON, Rules
 

@@ -16,24 +16,24 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.kv.layout import KVLayout
-from jaxserve.models.drafters.follower import Follower
+from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.drafters.medusa import param_specs as medusa_specs
 from jaxserve.models.family import Family, Params
 from jaxserve.models.lora import Adapters, of_one
 from jaxserve.models.partition import local
+from jaxserve.runtime.hardware.arrays import ArrayShapes, placed, tree_bytes
 from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
 from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.forward.context_parallel import longest_ring_context
-from jaxserve.runtime.programs.forward.step_layout import StepLayout
-from jaxserve.runtime.programs.forward.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
-from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed, tree_bytes
+from jaxserve.runtime.programs.layout.step_layout import StepLayout
+from jaxserve.runtime.programs.layout.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.programs.shapes.host_kv import HostKVShapes
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
+from jaxserve.runtime.programs.shapes.ring import longest_ring_context
 from jaxserve.runtime.programs.shapes.state import sampling_shapes, speculation_shapes
 from jaxserve.runtime.weights.placement import LayerPlacement, place
 from jaxserve.runtime.weights.source import ResidentWeights
@@ -47,6 +47,10 @@ from sharding_rules import (
 
 DECODE_LAYERS = 6
 """Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
+LEAST_ROWS = {"gpu": 2}
+"""Decode rows of the smallest program, by platform. Compiled for an H200, a single row of
+Llama-3.1-8B takes 18 kernels a layer and two rows take 14: XLA drops a dimension of size one, and
+no longer fuses norms, nor rotations with writes of keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ class DraftModel:
     model: ModelConfig
     family: Family
     specs: Params
-    follower: Follower | None = None
+    feature_layer: FeatureLayer | None = None
     """Of a layer that follows the target's hidden states."""
 
 
@@ -78,6 +82,8 @@ class ProgramShapes:
     device: jax.Device
     transfers_pages: bool = False
     """Whether pages are ever gathered and scattered, not just copied."""
+    across_hosts: bool = False
+    """Whether the devices are those of several processes."""
     mesh: Mesh | AbstractMesh | None = None
     draft_model: DraftModel | None = None
     medusa: MedusaConfig | None = None
@@ -114,14 +120,14 @@ class ProgramShapes:
         return local(self.model, tensor=self.tensor, stages=self.stages)
 
     @property
-    def follower(self) -> Follower | None:
+    def feature_layer(self) -> FeatureLayer | None:
         """Of a layer that drafts from the model's hidden states; None without one."""
-        return self.draft_model and self.draft_model.follower
+        return self.draft_model and self.draft_model.feature_layer
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """The layers whose inputs a step keeps for a drafter."""
-        return self.follower.aux_layers if self.follower else ()
+        return self.feature_layer.aux_layers if self.feature_layer else ()
 
     @functools.cached_property
     def local_draft_model(self) -> ModelConfig | None:
@@ -137,6 +143,7 @@ class ProgramShapes:
             pipelined=self.stages > 1,
             seq=self.seq,
             tiled=self.config.batch_invariant,
+            least_rows=LEAST_ROWS.get(self.device.platform, 1),
             draft_lengths=self.config.draft_lengths,
         )
         page_size, contexts = self.config.page_size, {}
@@ -224,7 +231,7 @@ class ProgramShapes:
         full = self.kv_layout.groups[0].window is None
         return self.config.shared_prefix_attention == "enabled" and full
 
-    def groups(self, key: ProgramKey) -> list[slice]:
+    def layer_slices(self, key: ProgramKey) -> list[slice]:
         """Consecutive layers that run in one program, where the model is not one program.
 
         Decode steps are short, so they use larger groups and fewer calls, unless layers are
@@ -365,7 +372,7 @@ class ProgramShapes:
     def abstract_state(self) -> DeviceState:
         """Shapes of everything that the devices hold across steps."""
         slots = self.trash_slot + 1
-        of_follower = self.follower is not None
+        of_features = self.feature_layer is not None
         hidden = jax.ShapeDtypeStruct((self.model.hidden_size,), self.dtype)
         vocabulary = self.model.vocab_size, self.vocab_ranks
         return DeviceState(
@@ -381,8 +388,8 @@ class ProgramShapes:
                 self.arrays,
                 self.config,
                 *vocabulary,
-                hidden if of_follower or self.medusa else None,
-                gained=of_follower,
+                hidden if of_features or self.medusa else None,
+                gained=of_features,
             ),
             draft_params=self.draft_params.abstract,
             lora=self.adapters.abstract,

@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.models.parallel import VOCAB
-from jaxserve.runtime.programs.shapes.arrays import ArrayShapes, placed
+from jaxserve.runtime.hardware.arrays import ArrayShapes, placed
 from jaxserve.sampling import BY_TOKEN, SamplingState, abstract_state, tokens_per_rank
 from jaxserve.sampling.speculation import SpeculationState, abstract_speculation
 from jaxserve.sampling.vocabulary import padded

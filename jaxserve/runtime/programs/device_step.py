@@ -12,7 +12,7 @@ from jaxserve.core.events import DraftTree
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.core.steps.results import DispatchedStep, PackedStep, TokenLogprobs
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.sampling.speculation import Acceptance
 
 if TYPE_CHECKING:  # Grammars and tokenizers determine no program (program_sources.py).

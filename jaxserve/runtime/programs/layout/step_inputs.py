@@ -23,14 +23,14 @@ class VisibleTrees(NamedTuple):
 class SlotMapping(NamedTuple):
     """Where a step's keys and values are written and read, in the layers of one KV group: token t
     is written to page `page_ids[t]` at `offsets[t]`, int32 [tokens] each; `batch` has each row's
-    pages, `trees` what its decodes see where they are trees, and `groups` the decodes that read
-    their first pages together, None where none do."""
+    pages, `trees` what its decodes see where they are trees, and `decode_groups` the decodes
+    that read their first pages together, None where none do."""
 
     page_ids: jax.Array
     offsets: jax.Array
     batch: RaggedBatch
     trees: VisibleTrees | None = None
-    groups: DecodeGroups | None = None
+    decode_groups: DecodeGroups | None = None
 
 
 class StepInputs(NamedTuple):

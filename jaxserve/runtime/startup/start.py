@@ -15,11 +15,11 @@ import jax
 from jaxserve.core.events import EventLog
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware.hosts import VERSIONS, Hosts, common_settings
-from jaxserve.runtime.planning.engine_plan import EnginePlan, plan
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.compilation.executables import Compilation, Program, Programs
-from jaxserve.runtime.programs.kinds import ProgramKinds
 from jaxserve.runtime.runner import Runner
-from jaxserve.runtime.weights.loading import load_draft_params, load_weights
+from jaxserve.runtime.startup.engine_plan import EnginePlan, plan_engine
+from jaxserve.runtime.startup.loading import load_draft_params, load_weights
 from jaxserve.text import Tokenizer
 from pallas_kernels import self_check
 
@@ -77,9 +77,9 @@ def start(
 def _planned(config: EngineConfig, hosts: Hosts | None) -> EnginePlan:
     """The plan, the same on all hosts."""
     if hosts is None:
-        return plan(config)
+        return plan_engine(config)
     hosts.compare("asked", VERSIONS | common_settings(config))
-    decided = plan(config, hosts)
+    decided = plan_engine(config, hosts)
     hosts.compare("decided", decided.digests | common_settings(decided.config))
     return decided
 

@@ -30,8 +30,8 @@ class FrozenPlan:
     entries to change, as (row, index, page); `tables` are rows with too many changes for that. The
     row of a slot is below those of all slots of the KV groups before. Both already count as
     uploaded, so the step must be dispatched. `host_pages` have the first pages of each decode, then
-    of each prefill, whose sequence is longer than the pool. `groups` are decodes that read their
-    first pages together, as (first, decodes, tokens).
+    of each prefill, whose sequence is longer than the pool. `decode_groups` are decodes that
+    read their first pages together, as (first, decodes, tokens).
     """
 
     stops: SequenceOf[int] = ()
@@ -42,7 +42,7 @@ class FrozenPlan:
     updates: SequenceOf[tuple[int, int, int]] = ()
     tables: SequenceOf[tuple[int, list[int]]] = ()
     host_pages: SequenceOf[SequenceOf[int]] = ()
-    groups: SequenceOf[tuple[int, int, int]] = ()
+    decode_groups: SequenceOf[tuple[int, int, int]] = ()
 
     @classmethod
     def of(cls, plan: StepPlan, kv: KVLayout, num_slots: int) -> FrozenPlan:
@@ -76,7 +76,7 @@ class FrozenPlan:
             updates,
             tables,
             [chunk.host_pages for chunk in (*plan.decodes, *plan.prefills)],
-            [(first, count, pages * kv.page_size) for first, count, pages in plan.groups],
+            [(first, count, pages * kv.page_size) for first, count, pages in plan.decode_groups],
         )
 
 

@@ -100,8 +100,8 @@ def check_attention(shapes: ProgramShapes) -> None:
     rows = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     tables = jax.ShapeDtypeStruct((num_rows, layout.max_pages), jnp.int32)
     batch = RaggedBatch(tables, rows, rows, rows)
-    room = jax.ShapeDtypeStruct((layout.groups,), jnp.int32)
-    groups = DecodeGroups(room, room, room) if layout.groups else None
+    room = jax.ShapeDtypeStruct((layout.num_decode_groups,), jnp.int32)
+    groups = DecodeGroups(room, room, room) if layout.num_decode_groups else None
     models = [(shapes.local_model, "")]
     if shapes.local_draft_model is not None:
         models.append((shapes.local_draft_model, "the model of speculative_config: "))

@@ -14,15 +14,15 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve.core.devices import DeviceSpec, xla_target
 from jaxserve.core.errors import ConfigError
 from jaxserve.runtime.hardware.devices import engine_mesh
-from jaxserve.runtime.planning.engine_plan import EnginePlan
+from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.compilation.executables import (
     Compilation,
     Program,
     Programs,
     ProgramSpec,
 )
-from jaxserve.runtime.programs.kinds import ProgramKinds
-from jaxserve.runtime.startup import StartupProgress, no_progress
+from jaxserve.runtime.startup.engine_plan import EnginePlan
+from jaxserve.runtime.startup.start import StartupProgress, no_progress
 
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",

@@ -27,8 +27,8 @@ import numpy as np
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.pages import TRASH_PAGE
-from jaxserve.runtime.programs.forward.frozen_plan import FrozenPlan, table_updates
-from jaxserve.runtime.programs.forward.step_inputs import (
+from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan, table_updates
+from jaxserve.runtime.programs.layout.step_inputs import (
     DecodeRows,
     SlotMapping,
     StepInputs,
@@ -95,7 +95,7 @@ class StepLayout:
         return self.key.rows + self.chunks
 
     @property
-    def groups(self) -> int:
+    def num_decode_groups(self) -> int:
         """Groups of decodes that the program has room for."""
         return self.key.rows // 2 if self.shares_prefixes else 0
 
@@ -129,7 +129,7 @@ class StepLayout:
             "sampled": (self.sample_rows, self.key.width),
             **({"adapters": (self.rows,)} if self.lora else {}),
             **({"since": (self.rows,)} if self.host_kv else {}),
-            **({"groups": (self.groups, 3)} if self.groups else {}),
+            **({"decode_groups": (self.num_decode_groups, 3)} if self.num_decode_groups else {}),
         }
         places, start = {}, 0
         for name, shape in shapes.items():
@@ -153,8 +153,8 @@ class StepLayout:
         views["starts"][:] = np.minimum(starts, self.key.decode_tokens)
         views["lengths"][: self.key.rows] = 1
         views["slots"][:] = self.trash_slot
-        if self.groups:
-            views["groups"][:, 0] = self.key.decode_tokens
+        if self.num_decode_groups:
+            views["decode_groups"][:, 0] = self.key.decode_tokens
         return vector
 
     def _views(self, vector: Any) -> dict[str, Any]:
@@ -177,9 +177,10 @@ class StepLayout:
         if self.host_kv:
             for row, pages in self.rows_on_host(step):
                 views["since"][row] = len(pages) * self.page_size
-        if step.groups:
+        if step.decode_groups:
             width = self.key.width
-            views["groups"][: len(step.groups)] = np.array(step.groups) * (width, width, 1)
+            groups = np.array(step.decode_groups) * (width, width, 1)
+            views["decode_groups"][: len(groups)] = groups
         places = np.arange(self.key.width)
         decodes = np.arange(num_decodes)[:, None] * self.key.width + places
         views["sampled"][:num_decodes] = decodes
@@ -309,8 +310,8 @@ class StepLayout:
                     jnp.where(real, batch.tables[row, index], TRASH_PAGE),
                     offset,
                     batch,
-                    groups=DecodeGroups(*raw["groups"].T)
-                    if "groups" in raw and not group
+                    decode_groups=DecodeGroups(*raw["decode_groups"].T)
+                    if "decode_groups" in raw and not group
                     else None,
                 )
                 for group, batch in enumerate(batches)

@@ -19,14 +19,14 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from jaxserve.core.errors import DistributedError
-from jaxserve.core.requests.commands import (
+from jaxserve.core.commands import (
     Abort,
     AddRequest,
     Command,
     ResetPrefixCache,
     SetPriority,
 )
+from jaxserve.core.errors import DistributedError
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.steps.plan import StepPlan
 
@@ -52,8 +52,8 @@ class LogEntry:
     """The commands to apply before a step, and the scheduler's time inputs.
 
     `commands` are lists of a verb and its arguments. `arrivals_us` has a time for each added
-    request, `step_times_us` one for each step read. `last`: no step follows, because host 0 closed
-    the engine.
+    request, `step_times_us` one for each step read. `joint`: what all hosts do instead of the
+    step. `last`: no step follows, because host 0 closed the engine.
     """
 
     now_us: int
@@ -61,6 +61,7 @@ class LogEntry:
     arrivals_us: list[int]
     step_times_us: list[int]
     digest: str | None = None
+    joint: list[Any] | None = None
     last: bool = False
 
 
@@ -132,9 +133,10 @@ class ReplicatedLog:
         return AddRequest.from_json(fields, prefix, next(arrivals_us))
 
     def next_entry(
-        self, now_us: int, wait: bool = False
+        self, now_us: int, wait: bool = False, joint: list[Any] | None = None
     ) -> tuple[LogEntry, list[tuple[Command, bool]]]:
-        """The entry of the next step, and its commands, each with whether this host noted it too.
+        """The entry of the next step, or on host 0 of what all hosts do in its place, and its
+        commands, each with whether this host noted it too.
 
         Raises DistributedError when the hosts have diverged, or host 0 does not respond.
         """
@@ -143,7 +145,7 @@ class ReplicatedLog:
         step_times_us, self._step_times_us = self._step_times_us, []
         if self.leads:
             digest = self._digest.hexdigest() if self._number % _DIGEST_STEPS == 0 else None
-            entry = LogEntry(now_us, own, arrivals_us, step_times_us, digest)
+            entry = LogEntry(now_us, own, arrivals_us, step_times_us, digest, joint)
             self._publish(entry)
             return entry, self._compared(entry, own)
         entry = LogEntry(**json.loads(self._channel.receive(self._number, wait)))

@@ -12,10 +12,10 @@ from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.simulator.deployments.deployment import SessionTimes
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.planning.engine_plan import EnginePlan
     from jaxserve.runtime.planning.memory import MemoryPlan
     from jaxserve.runtime.programs.compilation.executables import Program, Programs
     from jaxserve.runtime.programs.shapes.program import ProgramShapes
+    from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 _SCREEN_TOKENS = 250
 """What a user reads at once, of Fu's "Challenges in Deploying Long-Context Transformers"."""
@@ -73,7 +73,7 @@ def num_parameters(decided: EnginePlan) -> tuple[int, int]:
     """Numbers of parameters in all, and of those that one token is multiplied with."""
     import jax
 
-    from jaxserve.models.moe import active_parameters
+    from jaxserve.models.moe_specs import active_parameters
     from jaxserve.models.registry import param_specs
 
     model = decided.checkpoint.config

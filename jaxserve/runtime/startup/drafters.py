@@ -41,7 +41,7 @@ def open_drafter(
     if speculative.method in ("eagle", "eagle3"):
         opened = Eagle3Checkpoint if speculative.method == "eagle3" else EagleCheckpoint
         layer = opened.open(speculative.model)
-        layer.follower(checkpoint.config)
+        layer.feature_layer(checkpoint.config)
         check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
         return layer
     try:
@@ -75,14 +75,14 @@ def drafting(
     if isinstance(draft_checkpoint, MedusaCheckpoint):
         medusa = draft_checkpoint.config
     elif isinstance(draft_checkpoint, EagleCheckpoint):
-        whole, follower = draft_checkpoint.specs, draft_checkpoint.follower(checkpoint.config)
-        parts = partitioned(config, draft_checkpoint, mesh, None, whole)
-        draft = DraftModel(parts[0], follower.family, parts[2], follower)
+        layer = draft_checkpoint.feature_layer(checkpoint.config)
+        parts = partitioned(config, draft_checkpoint, mesh, None, draft_checkpoint.specs)
+        draft = DraftModel(parts[0], layer.family, parts[2], layer)
     elif draft_checkpoint is checkpoint:
         target, method = checkpoint.config, config.quantization
         whole, layer = mtp.param_specs(target), mtp.layer_of(target)
         parts = partitioned(config, checkpoint, mesh, method, whole, layer)
-        draft = DraftModel(*parts, mtp.follower(target))
+        draft = DraftModel(*parts, mtp.feature_layer(target))
     elif draft_checkpoint is not None:
         stored = draft_checkpoint.quantization
         draft = DraftModel(*partitioned(config, draft_checkpoint, mesh, stored))

@@ -27,17 +27,17 @@ from jaxserve.runtime.hardware.devices import (
 from jaxserve.runtime.hardware.host_attention import host_device
 from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, refusal
-from jaxserve.runtime.planning.drafters import drafting, drafting_layers, open_drafter
 from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory
 from jaxserve.runtime.planning.shadow import CHUNK
-from jaxserve.runtime.planning.step_work import prefix_cost
+from jaxserve.runtime.program_kinds import check_attention
 from jaxserve.runtime.programs.compilation.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.forward.forward_programs import block_bytes
-from jaxserve.runtime.programs.kinds import check_attention
+from jaxserve.runtime.programs.forward.step_work import prefix_cost
 from jaxserve.runtime.programs.shapes.params import partitioned, partitioned_adapters
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
-from jaxserve.runtime.weights.loading import layer_file
+from jaxserve.runtime.startup.drafters import drafting, drafting_layers, open_drafter
+from jaxserve.runtime.startup.loading import layer_file
 from jaxserve.runtime.weights.stores import check_room
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.config import SchedulerConfig
@@ -148,7 +148,7 @@ class EnginePlan:
         return dataclasses.replace(self, memory=memory)
 
 
-def plan(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
+def plan_engine(config: EngineConfig, hosts: Hosts | None = None) -> EnginePlan:
     """Plan an engine of `config`. Reads the model's header, no weights.
 
     Of several `hosts` the one with the least memory determines the pool. Raises ModelError,
@@ -325,6 +325,7 @@ def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
         num_pages=memory.num_pages,
         num_host_pages=memory.host_pages if memory.kv_on_host else 0,
         transfers_pages=tiers or shapes.config.debug_kv,
+        across_hosts=shapes.mesh is not None and jax.process_count() > 1,
     )
 
 

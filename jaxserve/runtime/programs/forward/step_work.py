@@ -14,8 +14,8 @@ from jax.sharding import Sharding
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.work import ChunkWork, DraftWork, StepWork
 from jaxserve.models.family import AnySpec
+from jaxserve.runtime.hardware.arrays import shard_bytes
 from jaxserve.runtime.programs.forward import latent_chunks
-from jaxserve.runtime.programs.shapes.arrays import shard_bytes
 from jaxserve.runtime.programs.shapes.params import ParamShapes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.scheduler.decode_groups import PrefixCost
@@ -87,7 +87,7 @@ def draft_work(shapes: ProgramShapes) -> DraftWork | None:
         kv_bytes=local.num_kv_heads * (local.head_dim + local.value_dim) * shapes.dtype.itemsize,
         tensor=shapes.tensor,
     )
-    if shapes.follower:  # A layer, before the head of the model unless it has one of its own.
+    if shapes.feature_layer:  # A layer, before the head of the model unless it has one of its own.
         if "lm_head" not in shapes.draft_params.specs:
             head = {"head_weights": target.head_weights, "head_bytes": target.head_bytes}
             each = dataclasses.replace(each, **head)

@@ -22,7 +22,7 @@ its layers, and the model's family and config; on a mesh, of each rank's part of
 
 
 @dataclasses.dataclass(frozen=True)
-class Follower:
+class FeatureLayer:
     """One method's layer, `config` being its own.
 
     family: whose `layer` computes it.
