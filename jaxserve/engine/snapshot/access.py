@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence, SharedPrefix
 from jaxserve.engine.engine_core import EngineCore
-from jaxserve.engine.replication.core import ReplicatedCore
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader
@@ -18,6 +17,7 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
 
 if TYPE_CHECKING:
+    from jaxserve.engine.replication.core import ReplicatedCore
     from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 
 
