@@ -14,6 +14,7 @@ from tiny_checkpoints import CONFIG, hf_shapes, write_hf
 from tiny_engines import EOS, MIN_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
 
 from jaxserve import LoRARequest
+from jaxserve.cli.planning.plan_tables import capacity
 from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.core.errors import ConfigError, MemoryPlanError, PromptTooLongError
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -246,6 +247,7 @@ def test_the_plan_counts_the_window_and_the_host(model):
     settings = settings_of(model, host_attention="disabled")
     decided = engine_plan.plan_engine(EngineConfig(model.path, **settings))
     assert str(decided).endswith("to attend to pages on the host, steps copy them")
+    assert "KV that a decode after 816 tokens reads from the host" in capacity(decided)
     planned = decided.memory
     assert planned.host_pages == HOST
     of_layer = planned.page_bytes // 3
@@ -253,6 +255,7 @@ def test_the_plan_counts_the_window_and_the_host(model):
     settings = settings_of(model, host_attention="enabled")
     decided = engine_plan.plan_engine(EngineConfig(model.path, **settings))
     assert str(decided).endswith("steps send queries")
+    assert "queries and results of a decode after 816 tokens" in capacity(decided)
     assert (decided.memory.host_pages, decided.memory.staging_bytes) == (HOST, 0)
     default = settings_of(model) | {"host_kv_bytes": None}
     planned = engine_plan.plan_engine(EngineConfig(model.path, **default)).memory

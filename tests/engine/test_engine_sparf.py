@@ -19,6 +19,7 @@ from test_engine_host_kv import (
 )
 from tiny_engines import generate
 
+from jaxserve.cli.planning.plan_tables import capacity
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.planning.sparf import SparFSizes
@@ -71,6 +72,7 @@ def test_what_decodes_read_is_what_the_formulas_say(model, small):
     assert found[1] - found[0] == 6 * 3 * config.num_heads * (2 * config.head_dim * 4 + 4)
     sizes = small.plan().shapes.sparf
     assert sizes.read_bytes(8 * PAGE) == heads * (8 * PAGE * 2 + 2 * 20 * config.head_dim) * 4
+    assert "2 features of keys, and 20 tokens, that a decode after" in capacity(small.plan())
     metrics = small.get_metrics()
     assert metrics["jaxserve:kv_sparse_attended_tokens_total"].value == reads.attended
     assert metrics["jaxserve:kv_sparse_tokens_total"].value == reads.tokens

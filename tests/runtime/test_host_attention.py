@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.runtime.hardware.host_attention import measure
-from jaxserve.runtime.planning.host_attention import HostRates, HostReads
+from jaxserve.runtime.hardware.host_attention import HostRates, measure
+from jaxserve.runtime.planning.host_attention import HostReads
 from pallas_kernels.paged_attention import PageLayout
 
 GB = 1e9
