@@ -119,7 +119,7 @@ def test_all_of_ours_that_runs_while_programs_are_traced_is_digested(model):
     finally:
         sys.setprofile(None)
     ours = {path for path in map(Path, ran) if path.is_relative_to(ROOT)} - {Path(__file__)}
-    assert {"kinds.py", "step.py", "llama.py", "sample.py"} <= {path.name for path in ours}
+    assert {"program_kinds.py", "step.py", "llama.py", "sample.py"} <= {path.name for path in ours}
     assert ours <= set(program_sources())
 
 
