@@ -120,7 +120,7 @@ def token_bytes(model: Path, settings: dict[str, Any], page_size: int) -> int:
     from jaxserve.core.settings.config import EngineConfig
     from jaxserve.runtime.startup import engine_plan
 
-    memory = engine_plan.decide(EngineConfig(model=model, **settings)).memory
+    memory = engine_plan.plan_engine(EngineConfig(model=model, **settings)).memory
     return memory.page_bytes // page_size
 
 
