@@ -43,7 +43,7 @@ class StepLoad(NamedTuple):
         contexts = sum(chunk.start + 1 for chunk in plan.decodes)
         load = cls(len(plan.decodes), contexts, width=plan.width)
         for chunk in plan.prefills:
-            load = load.plus(chunk.start, chunk.num_tokens, scored=chunk.seq.scored)
+            load = load.plus(chunk.start, chunk.num_tokens, scored=chunk.scored)
         return load
 
     @classmethod

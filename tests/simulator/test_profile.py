@@ -13,9 +13,11 @@ from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.simulator.deployments.bounds import LoadTokens, least_seconds
 from jaxserve.simulator.profile import HeldOut, Profile, ProgramTime, StepSample, fitted
+from jaxserve.simulator.simulation import Arrival
 
 MIXED = ProgramKey(4, 32)
 MODEL = ModelConfig("LlamaForCausalLM", 256, 64, 128, 2, 4, 2, 16, 1024, RopeConfig())
@@ -75,6 +77,18 @@ def test_a_step_costs_its_program_and_its_attention():
     plan = StepPlan(decodes=(decode,), prefills=(prefill,))
     assert PROFILE.step(MIXED, [plan]) == pytest.approx(1e-3 + 100e-6 + 55e-8)
     assert PROFILE.copy(3) == pytest.approx(3e-5)
+
+
+def test_a_profile_bounds_what_a_load_takes():
+    """As every other source of step times: of chunks that are of no sequence, too."""
+    buckets = Buckets.from_config(4, 4 + 32)
+    programs = {key: ProgramTime(1e-3, 1e-6, 1e-8) for key in buckets.keys()}  # noqa: SIM118
+    arrivals = [Arrival(0, [*range(40)], SamplingParams(max_tokens=3))]
+    tokens = LoadTokens.of(arrivals, CONFIG)
+    times = dataclasses.replace(PROFILE, programs=programs)
+    # Two steps of prefill at least; its pairs, and the context of two decodes.
+    attention_s = 1e-8 * 40 * 41 // 2 + 1e-6 * (41 + 42)
+    assert least_seconds(times, buckets, tokens, CONFIG) > 1e-3 * 40 / 32 + attention_s
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):

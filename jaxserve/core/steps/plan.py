@@ -19,10 +19,11 @@ class ScheduledChunk(NamedTuple):
     `pages` are the sequence's pages in order, of which the device's page table already has the
     first `num_uploaded`; they may change after the next call of `Scheduler.schedule`. `others` are
     the same two of the other KV groups. `host_pages` have the KV of its first pages, where it is
-    longer than the pool; these are no more in the pool.
+    longer than the pool; these are no more in the pool. `seq` may be None where only the time of a
+    step matters.
     """
 
-    seq: Sequence
+    seq: Sequence | None
     start: int
     num_tokens: int
     samples: bool
@@ -44,6 +45,11 @@ class ScheduledChunk(NamedTuple):
     def stop(self) -> int:
         """Position after the last that it may write."""
         return self.start + self.num_tokens + self.num_lookahead_tokens
+
+    @property
+    def scored(self) -> bool:
+        """Whether its sequence's prompt is."""
+        return self.seq is not None and self.seq.scored
 
 
 class DecodeGroup(NamedTuple):
@@ -107,7 +113,7 @@ class StepPlan:
         """The shape that determines the step's program."""
         shape = StepShape(len(self.decodes), width=self.width)
         for chunk in self.prefills:
-            shape = shape.plus(chunk.stop, chunk.num_tokens, scored=chunk.seq.scored)
+            shape = shape.plus(chunk.stop, chunk.num_tokens, scored=chunk.scored)
         return shape
 
     @property
