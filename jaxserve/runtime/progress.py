@@ -59,7 +59,7 @@ class TerminalProgress:
         self.draws = self._notebook is not None or self._bars.console.is_terminal
 
     def __call__(self, part: str, done: int, total: int) -> None:
-        """See `jaxserve.runtime.startup.StartupProgress`."""
+        """See `jaxserve.runtime.startup.start.StartupProgress`."""
         with self._lock:
             before = self._done.get(part, -1)
             if done <= before:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def unless_skipped(wanted: jax.Array) -> jax.Array:
-    """Whether to take a branch that changes nothing if the bool scalar `wanted` is not set: as
-    wanted, and on GPUs always, where XLA then sees a constant and removes the branch."""
+def is_taken(wanted: jax.Array) -> jax.Array:
+    """Whether a program takes a branch: if the bool scalar `wanted` is set, and on GPUs always, where
+    XLA then sees a constant and leaves no branch. One that is not wanted must change nothing."""
     return lax.platform_dependent(wanted, cuda=jnp.ones_like, default=lambda wanted: wanted)

@@ -9,7 +9,7 @@ from jax import lax
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS as TOP_LOGPROBS
 from jaxserve.core.steps.results import TokenLogprobs
 from jaxserve.models import parallel
-from jaxserve.sampling.branches import unless_skipped
+from jaxserve.sampling.branches import is_taken
 from jaxserve.sampling.vocabulary import largest_few, ordered_sum
 
 
@@ -62,7 +62,7 @@ def token_logprobs(
 
     empty = no_logprobs(rows)
     top_ids, top_values = lax.cond(
-        unless_skipped(with_top), top, lambda: (empty.top_ids, empty.top_logprobs)
+        is_taken(with_top), top, lambda: (empty.top_ids, empty.top_logprobs)
     )
     if listed_ids is not None:
         place = listed_ids - first

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models import parallel
-from jaxserve.sampling.branches import unless_skipped
+from jaxserve.sampling.branches import is_taken
 from jaxserve.sampling.state import SamplingState, recent_tokens
 from jaxserve.structured.bitmask import WORD_BITS
 
@@ -24,8 +24,8 @@ def when(
     logits: jax.Array,
     upload: jax.Array,
 ) -> jax.Array:
-    """stage(logits, upload) if the bool scalar `flag` is set, else the logits untouched, as `stage`
-    leaves them then too (`unless_skipped`).
+    """stage(logits, upload) if the bool scalar `flag` is set, else the logits untouched. On GPUs
+    the stage always runs, so it must leave rows that do not ask for it as they are.
 
     A loop of zero or one trips, which unlike a conditional does not copy logits that it leaves
     unchanged. The barrier ties `upload` to the trip: otherwise XLA would hoist loop-invariant work
@@ -36,7 +36,7 @@ def when(
         this_upload, _ = lax.optimization_barrier((upload, index))
         return stage(logits, this_upload)
 
-    return lax.fori_loop(0, unless_skipped(flag).astype(jnp.int32), trip, logits)
+    return lax.fori_loop(0, is_taken(flag).astype(jnp.int32), trip, logits)
 
 
 def mask_tokens(logits: jax.Array, masks: jax.Array, masked: jax.Array, count: int) -> jax.Array:

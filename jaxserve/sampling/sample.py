@@ -13,7 +13,7 @@ from jaxserve.core.steps.results import NO_TOKEN, TokenLogprobs
 from jaxserve.models import parallel
 from jaxserve.sampling import rows as row
 from jaxserve.sampling.acceptance import AcceptanceRule, Drafted, decide
-from jaxserve.sampling.branches import unless_skipped
+from jaxserve.sampling.branches import is_taken
 from jaxserve.sampling.logprobs import no_logprobs, token_logprobs
 from jaxserve.sampling.noise import exponentials
 from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penalize, when
@@ -96,7 +96,7 @@ def general(
         token_ids = decide(rule, kept, token_ids, drafted, _seeds(meta), positions, count)
 
     logprobs = lax.cond(
-        unless_skipped(_any(flags, row.FLAG_LOGPROBS)),
+        is_taken(_any(flags, row.FLAG_LOGPROBS)),
         lambda: token_logprobs(
             logits,
             token_ids,

@@ -1,10 +1,10 @@
 """Top-k, top-p and min-p as one threshold a row, found by searching its bits instead of sorting.
 
 A kept set is always {tokens whose weight >= floor}, weights being exp((logit - max) / T). The bits
-of a non-negative float order like the float, so a floor is bisected over at most 31 integer steps
-and is exact: the k-th largest weight, or the largest weight at which the nucleus (Holtzman et
-al., "The Curious Case of Neural Text Degeneration", 2020) is heavy enough. Tokens of equal weight
-are kept or dropped together.
+of a non-negative float order like the float, so a floor is found in at most 31 steps of bisection,
+or on GPUs in ten steps of three bits, and is exact: the k-th largest weight, or the largest weight
+at which the nucleus (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020) is
+heavy enough. Tokens of equal weight are kept or dropped together.
 
 On a mesh each rank has the weights of its part of the vocabulary, and all compute the same floor.
 """

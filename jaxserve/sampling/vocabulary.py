@@ -4,7 +4,8 @@ A rank of a mesh has `count` consecutive tokens of the vocabulary (models/parall
 the vocabulary are padded to whole cells of CELL tokens on each rank. Sums are pairwise halvings,
 written as additions of contiguous runs, which vectorize on every backend (on CPUs faster than a
 reduction) and have a fixed order: a compiler's reduction may round differently for another number
-of rows, and a token would then depend on the batch size.
+of rows, and a token would then depend on the batch size. The exception is the mass that top_p keeps
+on GPUs (threshold.py): there rounding can decide about a token at the edge of the nucleus.
 """
 
 from __future__ import annotations

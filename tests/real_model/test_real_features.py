@@ -133,7 +133,7 @@ def test_prefix_hits(llm):
     assert again >= len(golden[-1].prompt_token_ids) - 1
 
 
-@pytest.mark.parametrize("quantization", ["gguf", "int8", combination("int4"), combination("fp8")])
+@pytest.mark.parametrize("quantization", ["gguf", "int8", "int4", "fp8"])
 def test_packed_weights(smollm2, quantization):
     """Each token is the most likely by the dense model of the weights that the packed ones mean; of
     the GGUF file they mean what transformers reads."""

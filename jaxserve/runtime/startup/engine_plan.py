@@ -187,7 +187,7 @@ def plan_described(
     """The plan of an engine on devices like `device`, of which there need not be any here. Reads
     the model's config only; scratch memory stays an estimate.
 
-    Raises as `plan` does; the alternatives take as long as dozens of plans, and are left out
+    Raises as `plan_engine` does; the alternatives take as long as dozens of plans, and are left out
     unless `propose`.
     """
     for name in ("weights_on", "kv_on"):

@@ -37,9 +37,10 @@ class HostKVShapes:
             return "copy them"
         if not self.by_pages:
             return "send queries"
-        most = max(key.prefill_tokens for key in self.by_queries)
-        of_some = f" and of up to {most:,} prefill tokens" if most else ""
-        return f"send queries of decodes{of_some}, else copy them"
+        sent = [key.prefill_tokens for key in self.by_queries if self.sends_queries(key)]
+        decodes = ["decodes"] if not all(key.prefill_tokens for key in self.by_queries) else []
+        chunks = [f"up to {max(sent):,} prefill tokens"] if any(sent) else []
+        return f"send queries of {' and of '.join(decodes + chunks)}, else copy them"
 
     @property
     def host(self) -> jax.Device | None:
