@@ -12,6 +12,8 @@ from jax import lax
 
 
 def is_taken(wanted: jax.Array) -> jax.Array:
-    """Whether a program takes a branch: if the bool scalar `wanted` is set, and on GPUs always, where
-    XLA then sees a constant and leaves no branch. One that is not wanted must change nothing."""
+    """Whether a program takes a branch: if the bool scalar `wanted` is set, and on GPUs always.
+
+    There XLA sees a constant, and no branch is left. One that is not wanted must change nothing.
+    """
     return lax.platform_dependent(wanted, cuda=jnp.ones_like, default=lambda wanted: wanted)
