@@ -40,7 +40,7 @@ def resumable(
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if llm.has_work:
+        if llm.has_work or llm.engine.is_led:  # Host 0 may have work where this host has none.
             llm.snapshot(directory, deadline_s=deadline_s)
         raise SystemExit(STOPPED)
 

@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixPull:
-    """A prefix that one replica has, and another one may pull before it gets a request."""
+    """A prefix that one replica has, and another one may pull before it gets a request. It
+    counts in its source until `run` ends."""
 
     def __init__(
         self,
@@ -33,12 +34,12 @@ class PrefixPull:
         self._pull = pull
         self._page_size = page_size
         self._pulls = pulls
+        self._load = source.load
+        self._load.num_pulled += 1
 
     async def run(self, added: AddRequest) -> None:
         """Pull the prefix of a request, if that takes less time than computing it. If it fails, the
         request computes its prompt as any other does."""
-        load = self._source.load
-        load.num_pulled += 1
         try:
             async with asyncio.timeout(PULL_S):
                 await self._run(added)
@@ -49,7 +50,7 @@ class PrefixPull:
             places = f"{self._source.index} to {self._destination.index}"
             _log.warning("a prefix did not come from replica %s: %r", places, error)
         finally:
-            load.num_pulled -= 1
+            self._load.num_pulled -= 1
 
     async def _run(self, added: AddRequest) -> None:
         pull, pulls, source = self._pull, self._pulls, self._source.client

@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 
 
 class StagedCopy:
-    """The copy of one request.
+    """The copy of one request, which counts in its source as moving until `run` ends; but while its
+    prompt is computed it does not count.
 
     Attributes:
         num_left: tokens generated since the last stage, without the newest, which has no KV yet.
@@ -38,12 +39,14 @@ class StagedCopy:
         self._request = request
         self._source, self._sent_as = request.replica, request.sent_as
         self._destination, self._load, self._name = destination, destination.load, name
+        self._source_load = request.replica.load
         self._stages = CopyStages(
             len(request.routed.added.token_ids),
             page_size,
             counts,
-            during_prefill=self._source.load.role == "prefill",
+            during_prefill=self._source_load.role == "prefill" and not request.routed.begun,
         )
+        self._source_load.num_moving += not self._stages.during_prefill
 
     @property
     def num_left(self) -> int:
@@ -60,25 +63,24 @@ class StagedCopy:
         """Copy until little is left; False if that did not work."""
         try:
             await self._during_prefill()
-            load = self._source.load
-            load.num_moving += 1
-            try:
-                while self.is_wanted and self._stages.goes_on(self.num_left):
-                    await self._stage()
-            finally:
-                load.num_moving -= 1
+            while self.is_wanted and self._stages.goes_on(self.num_left):
+                await self._stage()
         except (ReplicaLostError, EngineClosedError, RequestError):
             return False  # A replica is lost, which it says itself, or the request has just ended.
         except Exception as error:
             self._request.immovable = True
             _log.warning("a request stays in replica %d: %r", self._source.index, error)
             return False
+        finally:
+            self._source_load.num_moving -= not self._stages.during_prefill
         return True
 
     async def _during_prefill(self) -> None:
         """Copy pages as they are computed, until the prompt has its first token."""
         stages = self._stages
-        while stages.during_prefill and self.is_wanted and not self._request.routed.begun:
+        if not stages.during_prefill:
+            return
+        while self.is_wanted and not self._request.routed.begun:
             if stages.wanted is None:
                 await asyncio.sleep(POLL_S)
             else:
@@ -86,6 +88,7 @@ class StagedCopy:
                 if self.is_wanted:
                     await self._stage()
         stages.during_prefill = False
+        self._source_load.num_moving += 1
 
     async def _stage(self) -> None:
         """Copy the KV computed since the last stage."""

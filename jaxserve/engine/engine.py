@@ -153,6 +153,7 @@ class Engine:
         self.snapshots, self.migration = Snapshots(access), Migration(access)
         if self._replicated is not None:
             self._replicated.joins = self.snapshots.join
+            self._replicated.stopped = self._stopped
 
     @classmethod
     def load(
@@ -188,6 +189,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request is unfinished, or a dispatched step is not yet read."""
         return self._core.has_work
+
+    @property
+    def is_led(self) -> bool:
+        """Whether this is another host than 0, whose engine is open, as is that of host 0."""
+        several = self._replicated
+        return several is not None and not (several.leads or several.ended or self._closed)
 
     def add(
         self,
@@ -290,11 +297,14 @@ class Engine:
                 touched = self._driver.step(**options)
         except BaseException as error:
             if touched is None:  # Interrupted within the step: the device state is inconsistent.
-                self._closed = f"the engine stopped: {type(error).__name__}: {error}"
+                self._stopped(error)
             raise
         if self._replicated is not None and self._replicated.ended:
             self._closed = "host 0 has closed its engine"
         return touched
+
+    def _stopped(self, error: BaseException) -> None:
+        self._closed = f"the engine stopped: {type(error).__name__}: {error}"
 
     @property
     def weights_version(self) -> int:

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
-from jaxserve.cluster import mover, staged_copy
+from jaxserve.cluster import mover, open_requests, staged_copy
 from jaxserve.cluster.policies.copies import LAST_TOKENS
+from jaxserve.cluster.policies.migration import MAX_MOVES
 from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
 from jaxserve.core.errors import RestartError
@@ -116,6 +117,40 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
             assert not replica.requests
             tree = mortal._replica._engine._engine.kv.tree
             assert not any(node.pins for node in tree)
+
+    run(scenario())
+
+
+def test_few_moves_are_begun_at_a_time(llama, cluster, monkeypatch):
+    """One from a replica that is full, and more from one that drains."""
+    router, _ = cluster
+    pool, num_sent = router._pool, MAX_MOVES + 2
+
+    async def begun():
+        source, destination = pool._replicas
+        while not all(request.accepted for request in source.requests.values()):
+            await asyncio.sleep(0.002)
+        room, source.immovable = destination.load.max_num_seqs, False
+        destination.load.max_num_seqs = num_sent
+        mover._begin_moves(pool._replicas, pool.requests)
+        counts = [source.load.num_moving]
+        source.load.draining = True
+        mover._begin_moves(pool._replicas, pool.requests)
+        counts.append(source.load.num_moving)
+        source.load.draining, destination.load.max_num_seqs = False, room
+        return counts, sum(request.moving for request in source.requests.values())
+
+    async def scenario():
+        await all_up(router)
+        pool._replicas[0].immovable = True
+        monkeypatch.setattr(open_requests, "dispatch", lambda loads, demand: 0)
+        names = [f"few-{number}" for number in range(num_sent)]
+        prompts = [[3 + number] for number in range(num_sent)]
+        async with await router.submit(prompts, SEEDED, names) as updates:
+            assert await router._result_of(begun()) == ([1, MAX_MOVES], MAX_MOVES)
+            async for _ in updates:
+                pass
+        assert [each.load.num_moving for each in pool._replicas] == [0, 0]
 
     run(scenario())
 

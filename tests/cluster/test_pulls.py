@@ -91,6 +91,33 @@ def test_a_prefix_is_pulled_and_not_computed_again(
     run(scenario())
 
 
+def test_the_prompts_of_one_list_pull_few_prefixes_at_a_time(cluster, monkeypatch):
+    router, _ = cluster
+    prompts = [[token] * 9 for token in range(3, 5 + MAX_PULLS)]
+    params, counted = dataclasses.replace(SEEDED, max_tokens=2), [[], []]
+
+    async def send_to(place):
+        def chosen(loads, demand):
+            counted[place].append(loads[0].num_pulled)
+            return place
+
+        monkeypatch.setattr(open_requests, "dispatch", chosen)
+        names = [f"list-{place}-{number}" for number in range(len(prompts))]
+        async with await router.submit(prompts, params, names) as updates:
+            async for _ in updates:
+                pass
+
+    async def scenario():
+        await all_up(router)
+        await router.reset_prefix_cache()
+        await send_to(0)
+        await send_to(1)
+        assert router._pool._replicas[0].load.num_pulled == 0
+
+    run(scenario())
+    assert counted == [[0] * len(prompts), [*range(MAX_PULLS + 1), MAX_PULLS]]
+
+
 FAULTS = ("the source dies", "the pull hangs", "a part is damaged", "no room", "the client leaves")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -14,7 +15,7 @@ LONGEST_FIRST = PROMPTS[::-1]
 """Of TinyModel.prompts."""
 
 SCRIPT = """
-import json, sys
+import json, os, signal, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 settings = json.loads(sys.argv[1])
@@ -23,7 +24,7 @@ prompts, role = settings.pop("prompts"), settings.pop("role")
 max_tokens, work = settings.pop("max_tokens"), settings.pop("work")
 from jaxserve.distributed.runtime import join
 join(address, hosts, host, devices=settings.pop("devices"), timeout_s=120)
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, SamplingParams, resumable
 from jaxserve.core.errors import SnapshotError
 
 def tokens(streams):
@@ -34,6 +35,14 @@ with LLM(**settings) as llm:
         llm.engine.follow()
         sys.exit("followed to the end")
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    if role.startswith("is told to stop"):
+        with resumable(llm, work + "/stopped"):
+            if role.endswith("sooner"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            streams = [llm.stream({"prompt_token_ids": prompt}, greedy) for prompt in prompts]
+            for _ in range(10):
+                llm.engine.step()
+            os.kill(os.getpid(), signal.SIGTERM)
     try:
         llm.restore(work + "/nothing")
     except SnapshotError as error:
@@ -74,6 +83,18 @@ def ran(llama, work, roles, **settings):
         assert followed or status == 0, stderr[-3000:]
     said = [stdout for stdout, _, _ in ended]
     return said, json.loads(re.search(r"^\[\[.*$", said[0], re.MULTILINE)[0])
+
+
+def test_a_host_that_is_told_to_stop_before_its_first_call_joins_in_the_snapshot(llama, tmp_path):
+    roles = ("is told to stop", "is told to stop sooner")
+    prompts = [llama.prompts[index] for index in LONGEST_FIRST]
+    settings = {"script": SCRIPT, "work": str(tmp_path), "prompts": prompts}
+    with Job(llama, roles, tensor_parallel_size=2, **settings) as job:
+        for _, stderr, status in job.ends():
+            assert status == os.EX_TEMPFAIL, stderr[-3000:]
+    tokens, num_computed = restored(llama, tmp_path / "stopped")
+    assert tokens == [llama.answer(index, MAX_TOKENS, ignore_eos=True) for index in LONGEST_FIRST]
+    assert num_computed < sum(map(len, prompts)) / 2
 
 
 def restored(model, directory):

@@ -77,7 +77,8 @@ def begin_moves(
     begin: Callable[[Move], None],
 ) -> None:
     """Plans moves and begins each, until none is left to plan. `begin` counts its request in its
-    destination; `movable` is that of `plan_moves`."""
+    destination, and in its source as moving unless its prompt is still computed; `movable` is that
+    of `plan_moves`."""
     while moves := plan_moves(loads, movable):
         for move in moves:
             begin(move)

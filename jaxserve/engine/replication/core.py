@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from jaxserve.core.commands import AddRequest, Command
-from jaxserve.core.errors import DistributedError, JaxserveError
+from jaxserve.core.errors import (
+    DistributedError,
+    JaxserveError,
+    OverloadedError,
+    SnapshotError,
+)
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import DispatchedStep, StepResults
 from jaxserve.engine.engine_core import EngineCore
@@ -34,7 +39,8 @@ class ReplicatedCore:
     entry with its clock, commands and step times, and the other hosts apply the commands that they
     have not applied yet.
 
-    `joins` is called with what host 0 does jointly, and the time, on a host that follows.
+    `joins` is called with what host 0 does jointly, and the time, on a host that follows; `stopped`
+    with an error of `jointly` that leaves this host out of step.
     """
 
     def __init__(self, core: EngineCore, input_processor: InputProcessor, hosts: Hosts) -> None:
@@ -46,6 +52,7 @@ class ReplicatedCore:
         self._read: collections.deque[tuple[StepPlan, ...]] = collections.deque()
         self._num_agreed = itertools.count()
         self.joins: Callable[[list[Any], int], object] = _cannot_join
+        self.stopped: Callable[[BaseException], object] = lambda error: None
 
     @property
     def leads(self) -> bool:
@@ -76,7 +83,7 @@ class ReplicatedCore:
             if entry.joint is not None:
                 self.joins(entry.joint, entry.now_us)
                 return []
-            with self._hosts.bounded():
+            with self.bounded():
                 return self._core.step(entry.now_us)
 
     def jointly(self, action: list[Any], run: Callable[[int], _T]) -> _T | None:
@@ -84,26 +91,41 @@ class ReplicatedCore:
         the same place among their steps; those that follow do it by `joins`. Another host than 0
         runs the steps of host 0 until that does this; None if its engine has ended meanwhile.
 
-        Raises DistributedError as `step` does, also when host 0 does something else.
+        Raises DistributedError as `step` does, also when host 0 does something else. SnapshotError
+        and OverloadedError are those of `run`, which all hosts raise; any other error stops the
+        engine.
         """
-        with self._blamed():
-            while (entry := self._next(joint=action)) is not None:
-                if entry.joint is None:
-                    with self._hosts.bounded():
-                        self._core.report_again(self._core.step(entry.now_us))
-                    continue
-                if entry.joint != action:
-                    raise DistributedError(
-                        f"host 0 does {entry.joint[0]} {entry.joint[1:]} where this host does "
-                        f"{action[0]} {action[1:]}. Run the same script on every host."
-                    )
-                return run(entry.now_us)
+        try:
+            with self._blamed():
+                while (entry := self._next(joint=action)) is not None:
+                    if entry.joint is None:
+                        with self.bounded():
+                            self._core.report_again(self._core.step(entry.now_us))
+                        continue
+                    if entry.joint != action:
+                        raise DistributedError(
+                            f"host 0 does {entry.joint[0]} {entry.joint[1:]} where this host does "
+                            f"{action[0]} {action[1:]}. Run the same script on every host."
+                        )
+                    return run(entry.now_us)
+        except (SnapshotError, OverloadedError):
+            raise
+        except BaseException as error:
+            self.stopped(error)
+            raise
         return None
 
     def agreed(self, value: Any) -> list[Any]:
         """The values of all hosts within `jointly`, plain data, in order of hosts."""
-        name = f"agreed/{next(self._num_agreed)}"
-        return self._hosts.gather(name, value, "to agree")
+        number = next(self._num_agreed)
+        values = self._hosts.gather(f"agreed/{number}", value, "to agree")
+        if number:  # Who has given this value has read those before.
+            self._hosts.forget(f"agreed/{number - 1}")
+        return values
+
+    def bounded(self) -> contextlib.AbstractContextManager[None]:
+        """As `Hosts.bounded`: for what waits for other hosts' devices within `jointly`."""
+        return self._hosts.bounded()
 
     def close(self, failed: bool = False) -> None:
         """As `EngineCore.close`; on host 0 it ends the job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +38,9 @@ class OneHost:
 
     def agreed(self, value: Any) -> list[Any]:
         return [value]
+
+    def bounded(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class EngineAccess:

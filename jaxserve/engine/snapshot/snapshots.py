@@ -134,12 +134,17 @@ class Snapshots:
                 writer.commit(facts.ours)
         if not with_kv:
             return
-        self._engine.page_transfers.settle()
+        with hosts.bounded():
+            self._engine.page_transfers.settle()
         sequences = [*core.scheduler.running, *core.scheduler.waiting]
         entries = self._engine.kv(sequences, cache=core.kv.prefix_caching)
         goes_on = True
         with contextlib.suppress(PageCorruptError, OSError):  # KV that is not saved is recomputed.
-            while hosts.agreed(goes_on)[0] and (entry := next(entries, None)) is not None:
+            while hosts.agreed(goes_on)[0]:
+                with hosts.bounded():  # Its pages are read from the devices of all hosts.
+                    entry = next(entries, None)
+                if entry is None:
+                    break
                 goes_on = writer is None or _added(writer, *entry, give_up_s)
         with self._agreeing():
             if writer is not None:

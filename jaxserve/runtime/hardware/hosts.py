@@ -116,6 +116,10 @@ class Hosts:
             for other in range(self.num_hosts)
         ]
 
+    def forget(self, name: str) -> None:
+        """Delete this host's value of a `gather` that all hosts have done."""
+        self._store.delete(f"{self._prefix}/{name}/{self.host}")
+
     def all_ready(self) -> None:
         """Wait until all hosts are ready for steps."""
         self.minimum("ready", 0)

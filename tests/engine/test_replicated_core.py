@@ -1,0 +1,90 @@
+"""An engine that is host 1 of a job, with the log of a host 0 that this process writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from jaxserve.core.errors import DistributedError, EngineClosedError
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.replication.log import ReplicatedLog
+from jaxserve.resume import STOPPED, resumable
+
+
+class Hosts:
+    """Two hosts within this process, of which host 0 agrees to all that host 1 says."""
+
+    num_hosts = 2
+
+    def __init__(self, host, entries):
+        self.host, self.entries = host, entries
+        self.values = {}
+        self.num_bounded = 0
+
+    def publish(self, number, entry):
+        self.entries[number] = entry
+
+    def receive(self, number, wait):
+        return self.entries[number]
+
+    def gather(self, name, value, what_for):
+        self.values[name] = value
+        return [value, value]
+
+    def forget(self, name):
+        del self.values[name]
+
+    @contextlib.contextmanager
+    def bounded(self):
+        self.num_bounded += 1
+        yield
+
+    def blame(self, error):
+        return None
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def job(llama):
+    """The log of host 0, and host 1 with its view of both."""
+    entries = {}
+    hosts = Hosts(1, entries)
+    with llama.load() as llm:
+        alone = llm.engine
+        parts = alone.plan, alone.tokenizer, alone._runner, alone.log, alone.metrics
+        llm.engine = Engine(*parts, hosts)
+        yield ReplicatedLog(Hosts(0, entries)), llm, hosts
+
+
+def test_sigterm_on_a_host_without_open_calls_waits_for_host_0(job, tmp_path):
+    first, llm, _ = job
+    first.next_entry(0)
+    first.end(checked=False)
+    for _ in range(2):  # The second time its engine has nothing to wait for.
+        with pytest.raises(SystemExit) as stopped, resumable(llm, tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped.value.code == STOPPED
+        assert llm.engine._replicated.ended
+
+
+def test_what_a_snapshot_reads_is_bounded_and_what_it_agreed_on_is_deleted(job, tmp_path):
+    first, llm, hosts = job
+    first.next_entry(0, joint=["snapshot", True])
+    llm.snapshot(tmp_path)
+    # Steps that are on their way, the index, and that no KV follows.
+    assert hosts.num_bounded == 3
+    assert len(hosts.values) == 1
+
+
+def test_an_engine_that_is_out_of_step_stops(job, tmp_path):
+    first, llm, _ = job
+    first.next_entry(0, joint=["restore", "elsewhere"])
+    with pytest.raises(DistributedError, match="host 0 does restore"):
+        llm.snapshot(tmp_path)
+    with pytest.raises(EngineClosedError, match="host 0 does restore"):
+        llm.engine.step()
