@@ -349,8 +349,9 @@ class AsyncEngine:
     ) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
         until `abort`. With `start` the KV of one stage, as `Migration.export_request`. What the
-        prompts of two steps have computed is read while steps go on; more is read between two
-        steps, which takes as long as its bytes take from the devices to memory.
+        prompts of two steps have computed is read while steps go on, as far as device memory is
+        free for copies of it and no page is on a lower tier; else all is read between two steps,
+        which takes as long as its bytes take from the devices to memory.
         Raises as `LLM.export_request`."""
         parts = await self._thread.result_of(
             lambda: self._engine.migration.begin_export(request_id, with_kv, start)

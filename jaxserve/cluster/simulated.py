@@ -284,7 +284,10 @@ class SimulatedCluster:
             if each.request.finished or destination.load.draining:
                 end(False)
             elif not stages.during_prefill:
-                stage() if stages.goes_on(num_computed() - stages.num_staged) else end(True)
+                if stages.goes_on(num_computed() - stages.num_staged):
+                    stage()
+                else:
+                    end(True)
             elif stages.wanted is None or num_computed() < stages.wanted:
                 self._at(self._now_us + round(_PREFILLED_S * 1e6), go_on)
             else:

@@ -150,7 +150,7 @@ class Engine:
         facts = SnapshotFacts(plan, tokenizer)
         together = self._replicated or OneHost(self._core)
         access = EngineAccess(*shared, restorer, facts, self.check_open, together, self._num_hosts)
-        self.snapshots, self.migration = Snapshots(access), Migration(access)
+        self.snapshots, self.migration = Snapshots(access), Migration(access, plan.memory)
         if self._replicated is not None:
             self._replicated.joins = self.snapshots.join
             self._replicated.stopped = self._stopped

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,8 +18,10 @@ from jaxserve.core.errors import RequestError, SnapshotError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.engine.snapshot import kv as snapshot_kv
+from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
@@ -195,16 +199,16 @@ def test_what_was_taken_is_read_while_its_pages_are_written(llama, alone, kv_llm
         written = migration.num_computed(stream.request_id)
         sizes.append(min(written - written % PAGE_SIZE, len(prompt)))
         if len(sizes) == 3:  # More than two steps have computed are not kept on the device.
-            before = sum(taken.num_pages for taken in migration._taken)
+            before = sum(taken.num_takes for taken in migration._taken)
             late = migration.begin_export(stream.request_id, start=0)
-            assert sum(taken.num_pages for taken in migration._taken) == before > 0
+            assert sum(taken.num_takes for taken in migration._taken) == before > 0
             assert sum(rows_of(late)) == sizes[-1]
     state = RequestSnapshot.of(stream.request, None, 0)
     stream.close()
     source.generate({"prompt_token_ids": prompt[::-1]}, GREEDY, use_tqdm=False)
     for parts, size in zip(begun_parts, sizes[1:]):
         assert target.engine.migration.stage_request(parts, "moved") == size
-    assert not sum(taken.num_pages for taken in migration._taken)
+    assert not sum(taken.num_takes for taken in migration._taken)
     added = dataclasses.replace(state.added, request_id="moved")
 
     def finished():
@@ -221,13 +225,48 @@ def test_what_was_taken_is_read_while_its_pages_are_written(llama, alone, kv_llm
     assert not any(node.pins for node in target.engine.kv.tree)
 
 
+def test_copies_take_the_memory_that_is_counted(llama, kv_llm_for, monkeypatch):
+    """Of more pages than a copy has, in files of fewer, and none where nothing is free."""
+    source = kv_llm_for(enable_prefix_caching=False)
+    engine, memory = source.engine, source.engine.plan.memory
+    monkeypatch.setattr(snapshot_kv, "_FILE_BYTES", 3 * memory.page_bytes)
+    stream = begun(source, llama.prompts[-1], SEEDED, 8)
+    of_copy = TRANSFER_PAGES * memory.page_bytes
+    for num_copies, expected in ((2, 2), (1, 0), (0, 0)):
+        limit = memory.total_bytes + num_copies * of_copy
+        memory_left = dataclasses.replace(memory, limit_bytes=limit)
+        migration = Migration(engine.migration._engine, memory_left)
+        read = [*kv_of(engine.migration.export_request(stream.request_id))]
+        gc.collect()
+        before = device_bytes()
+        parts = migration.begin_export(stream.request_id)
+        assert device_bytes() - before == expected * of_copy
+        assert sum(copies.num_takes for copies in migration._taken) == expected
+        engine.step()
+        for kv, rows in zip(kv_of(parts), read, strict=True):
+            np.testing.assert_array_equal(kv, rows)
+    assert len(read) > TRANSFER_PAGES / 3
+    stream.close()
+
+
+def device_bytes():
+    """Bytes of all arrays; on CPUs several may be views of the same."""
+    shards = (shard.data for array in jax.live_arrays() for shard in array.addressable_shards)
+    return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
+
+
 def rows_of(parts):
     """The tokens whose KV is in each array of an exported request."""
+    return map(len, kv_of(parts))
+
+
+def kv_of(parts):
+    """The arrays of KV of an exported request."""
     reader = PartReader(parts)
     reader.json("requests")
     if reader.has("kv"):
         for name, _ in reader.json("kv")["files"]:
-            yield len(reader.rows(name, 0, 1 << 20))
+            yield reader.rows(name, 0, 1 << 20)
 
 
 def test_what_was_staged_and_does_not_come_is_unpinned(llama, engines):

@@ -15,7 +15,7 @@ from tiny_engines import EOS, MIN_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_id
 
 from jaxserve import LoRARequest
 from jaxserve.cli.planning.plan_tables import capacity
-from jaxserve.cluster.replicas.replica import Replica
+from jaxserve.cluster.replicas.replica import Replica, _pages_beside_copies
 from jaxserve.core.errors import ConfigError, MemoryPlanError, PromptTooLongError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
@@ -266,6 +266,28 @@ def test_each_of_several_replicas_has_the_pages_of_the_longest_request(model):
     config = EngineConfig(model.path, **settings_of(model) | {"host_kv_bytes": None})
     planned = asyncio.run(Replica().plan(config, 3))
     assert planned.host_kv_bytes == engine_plan.plan_engine(config).memory.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("kv_on", "pages", "free", "expected"),
+    [
+        ("device", 200, 0, 200 - 32),  # Two copies of 16 pages, one for each step.
+        ("device", 200, 40, 200),
+        ("device", 72, 0, 72 - 16),  # A quarter is one copy.
+        ("device", 64, 0, 64),  # The longest request needs 52 with the trash page.
+        ("device", 64, 10, 64 - 6),
+        ("host", 200, 0, 200),
+    ],
+)
+def test_a_pool_gives_up_pages_for_copies_but_none_of_the_longest_request(
+    model, kv_on, pages, free, expected
+):
+    settings = settings_of(model, pool=pages - 1, host_kv_bytes=None, kv_on=kv_on)
+    planned = engine_plan.plan_engine(EngineConfig(model.path, **settings))
+    memory = planned.memory
+    limit = memory.total_bytes + free * memory.page_bytes
+    tight = dataclasses.replace(memory, limit_bytes=limit)
+    assert _pages_beside_copies(dataclasses.replace(planned, memory=tight)) == expected
 
 
 def test_a_pool_without_room_for_a_steps_tokens_is_refused(model):

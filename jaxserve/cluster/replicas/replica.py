@@ -22,12 +22,13 @@ from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import TokenizedPrompt
-from jaxserve.engine.snapshot.migration import max_taken
+from jaxserve.engine.snapshot.migration import max_takes
 from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.metrics.metric import Metric
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hardware.device_memory import host_share
-from jaxserve.runtime.startup.engine_plan import plan_engine
+from jaxserve.runtime.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.text import Tokenizer
 
 _POLL_S = 0.002
@@ -55,7 +56,8 @@ class Replica:
 
     async def plan(self, config: EngineConfig, num_replicas: int) -> EngineConfig:
         """The settings of each of `num_replicas` engines on hosts like this one, with KV pools of
-        one size: memory that the replicas of a host share is divided. Raises as `plan` does."""
+        one size: memory that the replicas of a host share is divided. Raises as `plan_engine`
+        does."""
         return await asyncio.to_thread(_plan, config, num_replicas)
 
     async def load(self, config: EngineConfig, watchdog_timeout: float | None) -> EngineInfo:
@@ -244,11 +246,23 @@ def _plan(config: EngineConfig, num_replicas: int) -> EngineConfig:
             pages = min(memory.host_pages, most)
         host_bytes = pages * memory.whole_page_bytes
     kv_bytes = memory.kv_bytes
-    if config.kv_cache_memory_bytes is None:  # Leave room for copies of requests that move.
-        copied = max_taken(planned.scheduler.max_prefill_tokens, memory.page_size, memory.num_pages)
-        spare = memory.limit_bytes - memory.total_bytes
-        kv_bytes -= max(0, copied * memory.page_bytes - spare)
+    if config.kv_cache_memory_bytes is None:
+        kv_bytes = _pages_beside_copies(planned) * memory.page_bytes
     return dataclasses.replace(config, kv_cache_memory_bytes=kv_bytes, host_kv_bytes=host_bytes)
+
+
+def _pages_beside_copies(planned: EnginePlan) -> int:
+    """Pages of a pool that leaves room for copies of requests that move: of the planned one it has
+    three quarters at least, and those of the longest request; all with `kv_on` host, where what a
+    request needs of the host depends on them."""
+    memory = planned.memory
+    if memory.kv_on_host:
+        return memory.num_pages
+    longest = memory.layout.pages_for(planned.config.max_model_len) + 1
+    given = max(0, min(memory.num_pages // 4, memory.num_pages - longest))
+    prefill_tokens, free = planned.scheduler.max_prefill_tokens, memory.num_free_pages
+    copied = TRANSFER_PAGES * max_takes(prefill_tokens, memory.page_size, free + given)
+    return memory.num_pages - max(0, copied - free)
 
 
 def _run_on(index: int, num_cores: int) -> None:

@@ -8,6 +8,7 @@ changes. Page sizes may differ.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -166,27 +167,27 @@ def _transfers(places: Sequence[Place]) -> Iterator[tuple[Tier, list[int]]]:
 
 
 class TakenPages:
-    """Copies of pages, on the devices until they are read: once, in any thread, while the engine's
-    steps go on. For `kv_entries` of the prefixes that have these pages."""
+    """Copies of pages, on the devices until they are read: once and in order, in any thread, while
+    the engine's steps go on. For `kv_entries` of the prefixes that have these pages."""
 
     def __init__(self, places: Sequence[Place], pages: TakeablePages) -> None:
         """Begins to copy `places` of the device, in order and without repetition."""
         self.page_tokens, self.page_bytes = pages.page_tokens, pages.page_bytes
-        self._reads = {
-            tuple(numbers): pages.take(numbers)
-            for batch in _batches(places, pages.page_bytes)
-            for _, numbers in _transfers(batch)
-        }
+        self._takes = collections.deque(pages.take(numbers) for _, numbers in _transfers(places))
+        self._rest: list[tuple[np.ndarray, ...]] = []
+        """The KV of each page that was copied to the host with those before it."""
 
     @property
-    def num_pages(self) -> int:
-        """Those that have not been read."""
-        return sum(map(len, [*self._reads]))
+    def num_takes(self) -> int:
+        """Copies that are on the devices, each with the memory of TRANSFER_PAGES pages."""
+        return len(self._takes)
 
     def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]:
-        tokens = self._reads[tuple(pages)]()
-        del self._reads[tuple(pages)]
-        return tokens
+        while len(self._rest) < len(pages):
+            self._rest += zip(*self._takes[0]())
+            self._takes.popleft()
+        found, self._rest = self._rest[: len(pages)], self._rest[len(pages) :]
+        return [np.stack(parts) for parts in zip(*found)]
 
 
 class Reader(Protocol):

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import RequestError, SnapshotError
@@ -27,7 +27,14 @@ from jaxserve.engine.snapshot.parts import PartReader, encode_parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Tables, cached_table
 from jaxserve.kv.offload.tiers import PageCorruptError, Tier
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
+
+if TYPE_CHECKING:
+    from jaxserve.runtime.planning.memory import MemoryPlan
+
+_MAX_GIVEN_UP = 1024
+"""Ids of requests whose KV was given up that are remembered: a stage of it may come later."""
 
 
 def exported_params(parts: Iterable[bytes]) -> SamplingParams:
@@ -35,15 +42,12 @@ def exported_params(parts: Iterable[bytes]) -> SamplingParams:
     return states_of(PartReader(parts))[0].added.params
 
 
-_MAX_GIVEN_UP = 1024
-"""Ids of requests whose KV was given up that are remembered: a stage of it may come later."""
-
-
-def max_taken(max_prefill_tokens: int, page_size: int, capacity: int) -> int:
-    """Most pages of an engine that are copied on the devices at a time, beside its pool of
-    `capacity` pages: those of the prompts of two steps, one of which is read while the other is
-    computed, but a quarter of the pool at most."""
-    return min(2 * cdiv(max_prefill_tokens, page_size), capacity // 4)
+def max_takes(max_prefill_tokens: int, page_size: int, num_pages: int) -> int:
+    """Most copies of TRANSFER_PAGES pages that are on the devices at a time, in memory for
+    `num_pages` pages beside the pool: those of the prompts of two steps, one of which is read while
+    the other is computed."""
+    of_step = cdiv(cdiv(max_prefill_tokens, page_size), TRANSFER_PAGES)
+    return min(2 * of_step, num_pages // TRANSFER_PAGES)
 
 
 class _Staged(NamedTuple):
@@ -60,13 +64,14 @@ class Migration:
     Every method raises as those of `Snapshots`.
     """
 
-    def __init__(self, engine: EngineAccess) -> None:
+    def __init__(self, engine: EngineAccess, memory: MemoryPlan) -> None:
+        """`memory` is the engine's: what it leaves free, copies may take."""
         self._engine = engine
         self._staged: dict[str, _Staged] = {}
         self._given_up: collections.deque[str] = collections.deque(maxlen=_MAX_GIVEN_UP)
         self._taken: weakref.WeakSet[TakenPages] = weakref.WeakSet()
-        limits, pool = engine.core.scheduler.config, engine.core.kv.pool
-        self._max_taken = max_taken(limits.max_prefill_tokens, pool.page_size, pool.capacity)
+        prefill_tokens = engine.core.scheduler.config.max_prefill_tokens
+        self._max_takes = max_takes(prefill_tokens, memory.page_size, memory.num_free_pages)
 
     def export_request(
         self, request_id: str, with_kv: bool = True, start: int | None = None
@@ -90,14 +95,16 @@ class Migration:
         self, request_id: str, with_kv: bool = True, start: int | None = None
     ) -> Iterator[bytes]:
         """As `export_request`, but its parts may be read later, in any thread, while steps go on.
-        Up to `max_taken` pages are copied on the devices for that, which no step waits for; more
-        than that, and those of lower tiers, are read here."""
+        For that its pages are copied on the devices, by up to `max_takes` copies at a time of all
+        exports, which no step waits for. A request that needs more of them, or has pages on lower
+        tiers, is read here."""
         request = self._unfinished(request_id)
         sequences = [output.seq for output in request.unfinished] if with_kv else []
         prefixes = list(self._engine.prefixes(sequences, start=start))
         places = list(dict.fromkeys(place for prefix in prefixes for place in prefix.places))
-        room = self._max_taken - sum(taken.num_pages for taken in self._taken)
-        if len(places) > room or any(tier is not Tier.DEVICE for tier, _ in places):
+        room = self._max_takes - sum(taken.num_takes for taken in self._taken)
+        needed = cdiv(len(places), TRANSFER_PAGES)
+        if needed > room or any(tier is not Tier.DEVICE for tier, _ in places):
             return iter([*self.export_request(request_id, with_kv, start)])
         taken = TakenPages(places, self._engine.page_transfers.token_kv())
         self._taken.add(taken)

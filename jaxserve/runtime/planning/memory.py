@@ -145,6 +145,11 @@ class MemoryPlan:
         return self.fixed_bytes + self.kv_bytes
 
     @property
+    def num_free_pages(self) -> int:
+        """Pages that would fit in the memory that nothing takes."""
+        return max(0, self.limit_bytes - self.total_bytes) // self.page_bytes
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens the pool holds, of sequences within their attention windows; page 0 is trash."""
         return self.tokens_of(self.num_pages)
