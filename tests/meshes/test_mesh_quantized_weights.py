@@ -146,7 +146,7 @@ def check_adapters(mesh: str, directory: Path) -> None:
 def test_experts_in_mxfp4(tmp_path):
     """Parts of each, whose 24 inputs on four devices are three groups of 8, and whole experts."""
     on_mesh("TP4", check_mxfp4, tmp_path, GROUP_OF_PARTS)
-    on_mesh("TP2", check_mxfp4, tmp_path, MXFP4.group, enable_expert_parallel=True)
+    on_mesh("TP2", check_mxfp4, tmp_path, MXFP4.group_size, enable_expert_parallel=True)
 
 
 def check_mxfp4(mesh: str, directory: Path, group: int, **settings: Any) -> None:
