@@ -45,7 +45,9 @@ def arrivals(model, places, apart=3):
     return [Arrival(model.prompts[place], GREEDY, apart * i) for i, place in enumerate(places)]
 
 
-@pytest.mark.parametrize("scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse"))
+@pytest.mark.parametrize(
+    "scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse", "vllm", "medha")
+)
 def test_every_scheduler(gpt_oss, tmp_path, scheduler):
     with gpt_oss.load(scheduler=scheduler, trace_file=tmp_path / "trace.json", **LAYERS) as llm:
         outputs = drive(llm.engine, arrivals(gpt_oss, FEW, apart=0))

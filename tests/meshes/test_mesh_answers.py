@@ -49,7 +49,7 @@ def test_a_mesh_answers_as_one_device(answered, mesh):
         ("TP2", "draft_model"),
         combination("CP2", "layer_skip"),
         combination("TP2 CP2", "lookahead"),
-        ("TP2", "eagle tree"),
+        combination("TP2", "eagle tree"),
         ("TP2 CP2", "eagle3"),
         ("TP2 PP2", "ngram"),
         ("TP2 PP2", "medusa"),

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from exhaustive import exhaustive
 from lora_adapters import LLAMA, merged, write_adapter
 from mesh_engines import load, on_mesh, write_llama
 from tiny_engines import TinyModel
@@ -52,6 +53,7 @@ def check_adapters(mesh: str, path: Path, directory: Path, scope: str) -> None:
         assert len(answers) == 3
 
 
+@exhaustive
 def test_batch_invariance_is_exact(tmp_path):
     path = write_llama(tmp_path / "model", **UNEVEN)
     on_mesh("TP2", check_invariance, path, tmp_path)

@@ -31,7 +31,7 @@ PROMPTS = [PROMPT_LENGTHS.index(length) for length in (17, 33, 100)]
         (("TP2", "TP4", ""), True),
         combination(("", "PP2", "CP2"), True),
         (("", "PP2", "CP2"), False),
-        (("CP4", "TP4 PP2", "PP2"), True),
+        combination(("CP4", "TP4 PP2", "PP2"), True),
     ],
 )
 def test_a_move_in_the_midst_of_generation(answered, tmp_path, way, with_kv):

@@ -67,7 +67,7 @@ def check(mesh: str, directory: Path, **settings: object) -> None:
     assert said(model, mesh, **settings) == said_alone(directory)
 
 
-@pytest.mark.parametrize("mesh", ["TP2", combination("PP4"), "TP2 PP2 CP2"])
+@pytest.mark.parametrize("mesh", [combination("TP2"), combination("PP4"), "TP2 PP2 CP2"])
 def test_a_mesh_says_what_one_device_says(structured, mesh):
     on_mesh(mesh, check, structured)
 

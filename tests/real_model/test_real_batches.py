@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exhaustive import combination
+from exhaustive import exhaustive
 from golden_prompts import golden_prompts
 from kv_engines import Preempter
 from mesh_engines import load, on_mesh
@@ -120,7 +120,8 @@ def on_two_devices(mesh: str, path: Path, target: Path) -> None:
         target.write_bytes(pickle.dumps(ways(llm)))
 
 
-@pytest.mark.parametrize("mesh", ["TP2", combination("PP2")])
+@exhaustive
+@pytest.mark.parametrize("mesh", ["TP2", "PP2"])
 def test_batch_invariant_logprobs_on_a_mesh(smollm2_path, tmp_path, mesh):
     target = tmp_path / "found"
     on_mesh(mesh, on_two_devices, smollm2_path, target, optimised=True)

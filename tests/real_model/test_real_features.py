@@ -14,7 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 from beam_reference import check_beams, dense_search
-from exhaustive import combination
+from exhaustive import combination, exhaustive
 from golden_prompts import (
     DECIDED,
     check_golden,
@@ -96,6 +96,7 @@ def test_speculation(smollm2_path, drafts):
         assert llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_total"].value > 0
 
 
+@exhaustive
 def test_trees_of_drafts(smollm2_path, tmp_path):
     """The golden tokens, by heads that are not trained."""
     config = MedusaConfig(num_heads=2, num_layers=1, hidden_size=576, vocab_size=49152)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 from test_medusa_training import OPTIONS, PROMPTS, greedy, random_targets
 
 from jaxserve.cli import main
@@ -62,6 +63,7 @@ def right_guesses(llama, params, targets) -> float:
     return float(np.concatenate(found).mean())
 
 
+@exhaustive
 def test_a_stopped_run_goes_on_to_the_same_layer(llama, tmp_path):
     config = TrainingConfig(
         steps=150, batch_size=2, sequence_length=16, learning_rate=0.02, checkpoint_every=60
