@@ -94,6 +94,7 @@ def test_batch_invariant_logprobs_are_bitwise_equal(invariant):
     assert moved["swap"] > 0
 
 
+@exhaustive
 def test_batch_invariant_logprobs_after_recomputation(smollm2_path, invariant):
     """Keys and values that were written by decodes are written again by a prefill."""
     settings = invariant.engine.plan.config
