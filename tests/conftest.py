@@ -36,7 +36,6 @@ for helpers in (
 
 import on_demand  # noqa: E402  (found by the path above)
 import tiny_engines  # noqa: E402
-from exhaustive import exhaustive  # noqa: E402
 from unoptimised import XLA_FLAGS, XLA_FLAGS_OF_INTERPRETERS  # noqa: E402
 
 from jaxserve.core.process.cache_dir import cache_directory  # noqa: E402
@@ -75,21 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
         scratch.cleanup()
 
     config.add_cleanup(clean_up)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a parametrized test of its contract, an interpreted kernel has the last case in CI."""
-    last = {_contract(item): item for item in items}
-    for item in items:
-        if (contract := _contract(item)) is not None and item is not last[contract]:
-            item.add_marker(exhaustive)
-
-
-def _contract(item: pytest.Item) -> tuple[str, str] | None:
-    """The class of an interpreted kernel, and a test that it inherits or has."""
-    if item.get_closest_marker("interpreted") is None or not isinstance(item.parent, pytest.Class):
-        return None
-    return item.parent.nodeid, getattr(item, "originalname", item.name)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

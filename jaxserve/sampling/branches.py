@@ -1,7 +1,8 @@
 """Branches of sampling programs, which GPUs do not have.
 
 A loop or conditional on a GPU whose predicate is computed there is driven by the host, which waits
-for it and with that for all steps before. What a branch leaves out costs less than that wait.
+for it and with that for all steps before. So GPUs compute what a branch would leave out; how the
+two compare has not been measured.
 """
 
 from __future__ import annotations

@@ -46,6 +46,16 @@ async def moved(pool):
     return pool.requests.num_moved - before
 
 
+async def check_answer(asking, alone, fault):
+    """The tokens of an engine alone, or the first of them if the request was ended."""
+    tokens, output = await asking
+    expected = list(alone.outputs[0].token_ids)
+    if fault == "the request ends":
+        assert output.outputs[0].finish_reason == "abort"
+        expected = expected[: len(tokens)]
+    assert tokens == list(output.outputs[0].token_ids) == expected
+
+
 def test_a_move_takes_the_kv_along(llama, llm, cluster):
     """Back and forth for as long as it runs: no prompt is computed twice, no token sent twice."""
     router, _ = cluster
@@ -104,12 +114,7 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
             num_moved += await router._result_of(moved(pool))
         # Without room for its KV it moves as a request of a lost replica does.
         assert num_moved == fault.endswith("no room")
-        tokens, output = await asking
-        expected = list(alone.outputs[0].token_ids)
-        if fault == "the request ends":
-            assert output.outputs[0].finish_reason == "abort"
-            expected = expected[: len(tokens)]
-        assert tokens == list(output.outputs[0].token_ids) == expected
+        await check_answer(asking, alone, fault)
         assert not any(replica.at_move for replica in replicas)
         await all_up(router)
         for replica, mortal in zip(pool._replicas, replicas):
@@ -246,12 +251,7 @@ def test_a_copy_that_fails_while_the_prompt_is_computed(llama, llm, apart, fault
             await asyncio.sleep(0)
         if fault == "the request ends":
             await router.abort("stays")
-        tokens, output = await asking
-        expected = list(alone.outputs[0].token_ids)
-        if fault == "the request ends":
-            assert output.outputs[0].finish_reason == "abort"
-            expected = expected[: len(tokens)]
-        assert tokens == list(output.outputs[0].token_ids) == expected
+        await check_answer(asking, alone, fault)
         assert not victim.at_move and 0 < first[0] < len(prompt)
         await all_up(router)
         while any(map(in_books, replicas, router._pool._replicas)):
@@ -260,7 +260,7 @@ def test_a_copy_that_fails_while_the_prompt_is_computed(llama, llm, apart, fault
     def in_books(mortal, replica):
         """What both sides still have of the request; its end is told one after the other."""
         engine = mortal._replica._engine._engine
-        taken = sum(taken.num_pages for taken in engine.migration._taken)
+        taken = sum(taken.num_takes for taken in engine.migration._taken)
         pinned = any(node.pins for node in engine.kv.tree)
         staged = bool(engine.migration._staged)
         return taken or pinned or staged or replica.load.num_used_pages or replica.requests

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from exhaustive import exhaustive
 from kv_engines import Preempter, bytes_of, count
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
 
@@ -39,7 +38,6 @@ def test_kernels_attend_and_move_pages(llama):
         assert count(llm.engine, "kv_fetched_pages_total", "host") > 0
 
 
-@exhaustive
 @pytest.mark.interpreted
 def test_windows_and_soft_caps(tmp_path):
     gemma = TinyModel.write_member(tmp_path, "gemma2")

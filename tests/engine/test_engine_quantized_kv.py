@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from exhaustive import combinations_of, exhaustive
+from exhaustive import combinations_of
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from tiny_engines import LONGEST, NUM_PAGES, PAGE_SIZE, Arrival, TinyModel, drive, generate
 
@@ -172,7 +172,6 @@ def test_snapshots_and_exports_hold_elements_with_their_scales(llama, tmp_path):
         assert computed >= len(prompt)  # Its own KV, of another dtype.
 
 
-@exhaustive
 @pytest.mark.interpreted
 def test_kernels_apply_the_scales(llama):
     """Of int8; what the kernels make of fp8, their own tests have."""

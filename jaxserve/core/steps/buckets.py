@@ -113,7 +113,7 @@ class Buckets:
         over, in equal shares. With both there is one prefill size: a step passes through several
         programs, and its tokens must stay on their ranks. `tiled`: programs compute the tokens of a
         step but not its padding (tiles.py), so that one size of each kind suffices.
-        `least_rows`: decode rows of the smallest program, where fewer would take longer.
+        `least_rows`: decode rows of the smallest program, where fewer take more kernels.
         `draft_lengths`: numbers of drafts that a decode may have, ascending from 0.
 
         Raises ConfigError when the budget leaves less than one multiple of 16 tokens, and of `seq`,

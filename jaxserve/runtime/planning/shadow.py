@@ -6,6 +6,11 @@ Sizes only; `runtime/programs/host_kv/shadow_step.py` computes with them.
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
+
+from jaxserve.core.arithmetic import cdiv
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
 
 CHUNK = 8
 """Tokens of a chunk, which are recalled together. Accuracy falls for more (2410.21465)."""
@@ -29,6 +34,22 @@ class ShadowSizes:
     rank: int
     recalled: int
     outliers: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, itemsize: int) -> Self:
+        """Of a resolved `config`, and the part of the model that one device has."""
+        chunks = cdiv(config.max_model_len, config.page_size) * config.page_size // CHUNK
+        return cls(
+            num_layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            itemsize=itemsize,
+            page_size=config.page_size,
+            slots=config.max_num_seqs,
+            rank=min(config.shadow_rank, model.num_kv_heads * model.head_dim),
+            recalled=min(config.shadow_budget // CHUNK, chunks),
+            outliers=min(config.shadow_outliers, chunks),
+        )
 
     @property
     def width(self) -> int:

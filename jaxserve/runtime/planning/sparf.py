@@ -6,6 +6,11 @@ Sizes only; `runtime/programs/host_kv/sparf_step.py` computes with them.
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
+
+from jaxserve.core.arithmetic import cdiv
+from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings.config import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +24,19 @@ class SparFSizes:
     itemsize: int
     components: int
     selected: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig, itemsize: int) -> Self:
+        """Of a resolved `config`, and the part of the model that one device has."""
+        pages = cdiv(config.max_model_len, config.page_size)
+        return cls(
+            num_layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            itemsize=itemsize,
+            components=min(config.sparf_components, model.head_dim),
+            selected=min(config.sparf_budget, pages * config.page_size),
+        )
 
     def read_bytes(self, tokens: int) -> int:
         """What a decode after so many tokens on the host reads there; of full attention it would be

@@ -25,7 +25,7 @@ from jaxserve.models.partition import local
 from jaxserve.runtime.hardware.arrays import ArrayShapes, placed, tree_bytes
 from jaxserve.runtime.hardware.devices import collective_rates
 from jaxserve.runtime.planning.memory import group_pages, host_kv
-from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
+from jaxserve.runtime.planning.shadow import ShadowSizes
 from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
@@ -296,36 +296,16 @@ class ProgramShapes:
     @functools.cached_property
     def shadow(self) -> ShadowSizes | None:
         """Sizes of compressed KV; None without compression."""
-        config, model = self.config, self.local_model
-        if config.kv_compression != "shadow":
+        if self.config.kv_compression != "shadow":
             return None
-        chunks = self.max_pages * config.page_size // CHUNK
-        return ShadowSizes(
-            num_layers=model.num_layers,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            itemsize=self.dtype.itemsize,
-            page_size=config.page_size,
-            slots=config.max_num_seqs,
-            rank=min(config.shadow_rank, model.num_kv_heads * model.head_dim),
-            recalled=min(config.shadow_budget // CHUNK, chunks),
-            outliers=min(config.shadow_outliers, chunks),
-        )
+        return ShadowSizes.of(self.config, self.local_model, self.dtype.itemsize)
 
     @functools.cached_property
     def sparf(self) -> SparFSizes | None:
         """Sizes of sparse attention on the host; None without it."""
-        config, model = self.config, self.local_model
-        if config.kv_compression != "sparf":
+        if self.config.kv_compression != "sparf":
             return None
-        return SparFSizes(
-            num_layers=model.num_layers,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            itemsize=self.dtype.itemsize,
-            components=min(config.sparf_components, model.head_dim),
-            selected=min(config.sparf_budget, self.max_pages * config.page_size),
-        )
+        return SparFSizes.of(self.config, self.local_model, self.dtype.itemsize)
 
     @functools.cached_property
     def kv(self) -> KVShapes:
