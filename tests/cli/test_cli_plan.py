@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_command import CONTEXT, SETTINGS
+from exhaustive import combination
 from tiny_checkpoints import hf_shapes
 
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -85,7 +86,7 @@ def test_plan_needs_no_weights(run_here, tiny_model, tmp_path):
     assert [program["from_cache"] for program in told["programs"]] == [True] * len(programs)
 
 
-@pytest.mark.parametrize("scheduler", ["sarathi", "orca"])
+@pytest.mark.parametrize("scheduler", ["sarathi", combination("orca")])
 def test_as_many_requests_run_at_once_as_plan_says(run_here, tiny_model, scheduler):
     """Twelve pages hold four requests of three, but a policy whose sequences grow keeps a page
     free when it admits one beside others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from exhaustive import combination
 
 from jaxserve.cli.planning.disaggregation import Chooser, Split
 from jaxserve.core.errors import ConfigError
@@ -27,7 +28,9 @@ def test_chunked_prefill_where_it_serves_more():
     )
 
 
-@pytest.mark.parametrize(("slo", "meets"), [("ttft=2s,itl=100ms", True), ("ttft=1us", False)])
+@pytest.mark.parametrize(
+    ("slo", "meets"), [("ttft=2s,itl=100ms", True), combination("ttft=1us", False)]
+)
 def test_it_is_chosen_by_simulation(slo, meets, monkeypatch):
     """For a described device."""
     monkeypatch.setattr("jaxserve.cli.planning.disaggregation._device", lambda: "l4")

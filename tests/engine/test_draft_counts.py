@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import combination
 from tiny_engines import LONGEST, Arrival, drive
 
 from jaxserve.core.events import Collected
@@ -25,7 +26,7 @@ def equally_likely(logits: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(len(logits)) < count, 0.0, -jnp.inf)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, combination(4)])
 def test_tokens_a_step_are_those_of_the_closed_form(llama, tmp_path, count):
     """Each draft of prompt lookup is one of `count` equally likely tokens, so it is right with
     probability a = 1 / count, and a step with k drafts gives (1 - a^(k+1)) / (1 - a) tokens."""

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from exhaustive import combinations_of
 from tiny_engines import LONGEST, Arrival, drive
 
 from jaxserve.core.events import Collected
@@ -55,7 +56,7 @@ def steps_of(records, index):
             yield counts[record.sequences.index(sequence)], own[0] if own else None
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", combinations_of(METHODS, "medusa"))
 def test_the_nodes_that_were_kept_are_the_tokens_of_the_answer(load, llama, tmp_path, method):
     """And a node is accepted with all before it, or the token in its place is another one."""
     with load(method, trace_file=tmp_path / "trace.json") as llm:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from exhaustive import combination
+from exhaustive import combination, exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of, first_path
@@ -212,7 +212,7 @@ def test_cached_pages_hold_the_tokens_that_were_accepted(trees, llama):
     check(generate(llm, longer, params), again)
 
 
-@pytest.mark.parametrize("name", ["qwen2", combination("deepseek_v3")])
+@pytest.mark.parametrize("name", [combination("qwen2"), combination("deepseek_v3")])
 def test_other_pages(tmp_path, name):
     """Quantized ones of a layer with a window beside one without, and latents."""
     model = TinyModel.write_member(tmp_path, name)
@@ -306,6 +306,7 @@ def test_no_room_for_drafts_is_no_nan(trees, llama, caplog):
     assert not [record for record in caplog.records if "NaN" in record.getMessage()]
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "keys",
     [

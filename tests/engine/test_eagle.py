@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from draft_layers import Layer, Reference, check_moved, slots
+from exhaustive import exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of
@@ -82,8 +83,13 @@ def layers(llama, tmp_path_factory) -> dict[str, Layer]:
 TREE = {"num_speculative_tokens": 8, "top_k": 3, "depth": DRAFTS}
 SHAPES: dict[str, dict[str, int]] = {"chain": {}, "tree": TREE}
 
+DRAFTERS = [
+    pytest.param(("eagle", "chain"), id="eagle-chain", marks=exhaustive),
+    pytest.param(("eagle3", "tree"), id="eagle3-tree"),
+]
 
-@pytest.fixture(scope="module", params=[("eagle", "chain"), ("eagle3", "tree")], ids="-".join)
+
+@pytest.fixture(scope="module", params=DRAFTERS)
 def drafter(request) -> tuple[str, str]:
     """A method and the shape of its drafts."""
     return request.param

@@ -87,7 +87,10 @@ def test_every_prompt_at_once(llama, llm_for, scheduler):
     check(llama, llm_for(scheduler).engine, everything)
 
 
-@pytest.mark.parametrize("name", combinations_of(FAMILIES, "mistral", "olmo2", "qwen3"))
+@pytest.mark.parametrize(
+    "name",
+    combinations_of(FAMILIES, "mistral", "olmo2", "qwen3", "gemma2", "smollm3", "qwen2_moe"),
+)
 def test_every_family(tmp_path, name):
     model = TinyModel.write_member(tmp_path, name)
     page_size = FAMILIES[name]["page_size"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import family_members
 import jax
 import pytest
-from exhaustive import combinations_of
+from exhaustive import combinations_of, exhaustive
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from published_configs import DEEPSEEK_V3
 from quantized_checkpoints import write
@@ -75,7 +75,9 @@ WIDE = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 64}
 """Chunks of enough tokens to attend to each other by keys and values of heads."""
 
 
-@pytest.mark.parametrize("scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse"))
+@pytest.mark.parametrize(
+    "scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse", "medha", "vllm")
+)
 def test_wide_chunks_in_every_scheduler(model, scheduler):
     """Of one prompt the second chunk, of two prompts in a step, and after a hit."""
     assert model.config.mla.uncompressed_from <= 64
@@ -90,6 +92,7 @@ def test_wide_chunks_in_every_scheduler(model, scheduler):
             assert output.metrics.cached_tokens > 0
 
 
+@exhaustive
 def test_wide_chunks_beside_drafts(model):
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     with model.load(speculative_config=drafts, **WIDE) as llm:
@@ -169,6 +172,7 @@ def test_tokens_do_not_depend_on_the_batch_or_the_cache(model, llm):
         assert other.outputs[0].token_ids == alone
 
 
+@exhaustive
 def test_batch_invariance_is_exact(model):
     """To the bit, with drafts of several tokens too."""
     scored = dataclasses.replace(GREEDY, logprobs=1)
@@ -208,6 +212,7 @@ def test_what_latents_do_not_do_is_refused_by_name(model):
         model.load(attention_backend="pallas")
 
 
+@exhaustive
 def test_quantized_projections(model):
     """Those of latents, queries and outputs; what is applied to queries and results stays."""
     rounded = model.rounded("int8")

@@ -7,6 +7,7 @@ import json
 import family_members
 import jax
 import pytest
+from exhaustive import combination
 from gguf import GGMLQuantizationType as Kind
 from quantized_checkpoints import FORMATS, write
 from tiny_checkpoints import CONFIG, hf_shapes, write_gguf
@@ -26,7 +27,7 @@ def size(params) -> int:
     return sum(array.nbytes for array in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", combination("fp8")])
 def test_rounded_weights(llama, quantization):
     model = llama.rounded(quantization)
     with llama.load(quantization=quantization) as llm:
@@ -66,7 +67,7 @@ def write_quantized(directory, name, **fields):
     return TinyModel.open(write(directory, raw, tensors, name)[0])
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8 in blocks", "gptq in activation order"])
+@pytest.mark.parametrize("name", ["awq", combination("fp8 in blocks"), "gptq in activation order"])
 def test_a_quantized_checkpoint_as_it_is(tmp_path, caplog, name):
     """Without a setting: the tokens of the weights that it stands for, in its own format."""
     model = write_quantized(tmp_path, name)
@@ -84,7 +85,9 @@ def test_a_quantized_checkpoint_as_it_is(tmp_path, caplog, name):
 SKIPPING = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": 2}
 
 
-@pytest.mark.parametrize("settings", [{"weights_on": "host"}, {"speculative_config": SKIPPING}])
+@pytest.mark.parametrize(
+    "settings", [{"weights_on": "host"}, combination({"speculative_config": SKIPPING})]
+)
 def test_activation_order_of_streamed_and_of_drafting_layers(tmp_path, settings):
     """The latter after their memory was given back and taken again."""
     model = write_quantized(tmp_path, "gptq in activation order")

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from exhaustive import combinations_of
+from exhaustive import combinations_of, exhaustive
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from tiny_engines import LONGEST, NUM_PAGES, PAGE_SIZE, Arrival, TinyModel, drive, generate
 
@@ -49,7 +49,7 @@ def check(model, engine: Engine, between=lambda: None):
 
 
 @pytest.mark.parametrize(
-    "scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse", "medha")
+    "scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse", "medha", "vllm")
 )
 def test_every_scheduler_and_a_preemption_after_every_step(llama, scheduler):
     """Chunks, hits, pages that leave for the host and come back; fp8 under one of the
@@ -125,6 +125,7 @@ def test_windows_and_groups(tmp_path):
         check(model, llm.engine, Preempter(llm.engine, seed=2, evicts=True, share=0.3))
 
 
+@exhaustive
 def test_speculation(llama):
     """By a draft model, the KV of whose layers is quantized too."""
     model = llama.with_kv("int8")

@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import combination
 from test_engine_host_kv import (
     GREEDY,
     OUTPUT,
@@ -144,7 +145,9 @@ def by_the_paper(drawn, components, selected):
     return outs, lses
 
 
-@pytest.mark.parametrize(("components", "selected"), [(2, 10), (3, 40), (8, 6 * PAGE)])
+@pytest.mark.parametrize(
+    ("components", "selected"), [combination(2, 10), (3, 40), combination(8, 6 * PAGE)]
+)
 def test_the_papers_formulas(drawn, components, selected):
     for found, expected in zip(
         attended(drawn, components, selected), by_the_paper(drawn, components, selected)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from exhaustive import combination
+from exhaustive import combination, exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of
@@ -286,6 +286,7 @@ def test_any_workload_with_a_draft_model(perfect, prompts, expected, workload, s
         check(output, expected(index, option, max_tokens))
 
 
+@exhaustive
 @settings(max_examples=4, deadline=None)
 @given(
     workload=st.lists(requests, min_size=1, max_size=8),
@@ -370,7 +371,7 @@ def test_a_draft_model_sleeps_and_wakes_up_with_its_target(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"program_scope": "step", "scheduler": "medha"},
+        combination({"program_scope": "step", "scheduler": "medha"}),
         combination({"batch_invariant": True, "scheduler": "vllm"}),
     ],
     ids=lambda settings: settings["scheduler"],
@@ -395,7 +396,7 @@ def test_other_engines(llama, drafter, prompts, expected, settings):
         assert counted(llm, "accepted_tokens") > 0
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+@pytest.mark.parametrize("acceptance", ["rejection", combination("typical")])
 def test_other_rules_of_acceptance(llama, prompts, expected, acceptance):
     """All layers draft, so that p equals q; greedy answers are those without drafts."""
     drafts = {"method": "layer_skip", "num_layers": 2, "num_speculative_tokens": DRAFTS}

@@ -8,7 +8,7 @@ import re
 
 import jax
 import pytest
-from exhaustive import combination, combinations_of
+from exhaustive import combination, combinations_of, exhaustive
 from lora_adapters import merged, write_adapter
 from tiny_checkpoints import CONFIG
 from tiny_engines import CONTEXT, LONGEST, Arrival, drive, generate, preemptions
@@ -68,7 +68,7 @@ def test_every_scheduler(deep, llm_for, scheduler):
 
 @pytest.mark.parametrize(
     ("tier", "staying", "streamed"),
-    [combination("host", 2, (0, 1, 3)), ("disk", 1, (0, 1, 2, 3)), ("disk", 3, ())],
+    [combination("host", 2, (0, 1, 3)), ("disk", 1, (0, 1, 2, 3)), combination("disk", 3, ())],
 )
 def test_every_tier_and_budget(deep, llm_for, tier, staying, streamed):
     """Twice, the second time with prefix hits."""
@@ -80,7 +80,7 @@ def test_every_tier_and_budget(deep, llm_for, tier, staying, streamed):
     assert (llm.engine.weight_reads is None) == (not streamed)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [combination("float32"), "bfloat16"])
 def test_logprobs_are_those_of_resident_weights(deep, dtype):
     """Bit for bit of prompts, whose steps run the programs that they run with resident weights.
     Layers of decodes share programs there and not here, which only the last bits of float32 may
@@ -118,6 +118,7 @@ def test_each_dtype_has_a_file(deep):
     assert files[0].num_bytes > 1.9 * files[1].num_bytes
 
 
+@exhaustive
 def test_adapters_and_drafts(deep, tmp_path):
     """Adapters and the model that drafts stay on the device."""
     path = write_adapter(tmp_path / "a", deep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from exhaustive import combination
+from exhaustive import combination, exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, preemptions
@@ -27,7 +27,7 @@ def checked(deep):
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["sarathi", "static", *map(combination, ("vllm", "orca", "splitfuse"))]
+    "scheduler", ["sarathi", *map(combination, ("static", "vllm", "orca", "splitfuse"))]
 )
 def test_every_scheduler(deep, scheduler):
     """Prompts of many lengths, some of which go on in the next step of a block, and preemptions."""
@@ -116,6 +116,7 @@ def test_kv_of_all_sequences_on_the_host(deep):
         assert engine.kv.host_pages.num_used == 0
 
 
+@exhaustive
 def test_drafts(deep):
     """Each step's are verified by itself."""
     drafts = {"method": "ngram", "num_speculative_tokens": 2}

@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import pytest
+from exhaustive import combinations_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, bytes_of, count, evict_all
@@ -38,7 +39,7 @@ MEMBERS = {
 }
 
 
-@pytest.fixture(scope="module", params=MEMBERS)
+@pytest.fixture(scope="module", params=combinations_of(MEMBERS, "mistral"))
 def member(request):
     return request.param
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from exhaustive import combination
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_engines import Preempter, token_ids
@@ -44,7 +45,9 @@ def counted(llm: LLM, name: str) -> int:
     return int(llm.get_metrics()[f"vllm:spec_decode_num_{name}_total"].value)
 
 
-@pytest.mark.parametrize("config", [JACOBI, LOOKAHEAD], ids=lambda config: config["method"])
+@pytest.mark.parametrize(
+    "config", [JACOBI, combination(LOOKAHEAD)], ids=lambda config: config["method"]
+)
 @settings(max_examples=4, deadline=None)
 @given(
     workload=st.lists(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from exhaustive import exhaustive
 from kv_engines import count
 from tiny_engines import CONTEXT, LONGEST, PAGE_SIZE, Arrival, TinyModel, drive
 
@@ -77,6 +78,7 @@ def check_bytes_of_six_samples(model, engine):
         assert count(engine, "prefix_kv_bytes_total", label) == total
 
 
+@exhaustive
 def test_the_oracles_tokens_with_drafts_and_quantized_kv(llama):
     model = llama.with_kv("int8")
     drafts = {"method": "ngram", "num_speculative_tokens": 3}

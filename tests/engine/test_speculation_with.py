@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from exhaustive import combination
+from exhaustive import combination, exhaustive
 from kv_engines import Preempter, bytes_of, token_ids
 from lora_adapters import merged, write_adapter
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
@@ -70,6 +70,7 @@ def test_a_layer_drafts_for_quantized_weights(llama, tmp_path):
     assert found[0] == found[1]
 
 
+@exhaustive
 def test_an_adapter_with_a_draft_model(llama, tmp_path):
     """The draft model has no adapters: its drafts are those for the model without one."""
     path = write_adapter(tmp_path / "own", llama, rank=8, alpha=16)
@@ -90,7 +91,8 @@ def test_an_adapter_with_a_draft_model(llama, tmp_path):
             assert drafted > accepted if request else drafted == accepted > 0
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", combination("typical")])
+@exhaustive
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_rules_of_acceptance_with_lengths_that_are_chosen(llama, expected, acceptance):
     """The model drafts for itself."""
     drafts = {"model": str(llama.path), "num_speculative_tokens": "auto", "acceptance": acceptance}

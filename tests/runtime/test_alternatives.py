@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from exhaustive import exhaustive
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_memory_tiers import Accelerator
@@ -110,6 +111,7 @@ def on_accelerators(config: EngineConfig, num_bytes: int):
     return config, plan_of
 
 
+@exhaustive
 def test_more_devices_are_offered_where_there_are_any(tmp_path):
     config, plan_of = on_accelerators(config_of(LLAMA_70B, tmp_path), 80 * GIB)
     assert not plan_of({}).fits

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from exhaustive import combination
 
 from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
@@ -57,8 +58,8 @@ def test_a_suite_is_on_the_page_with_its_counts_and_its_reasons(name):
 @pytest.mark.parametrize(
     ("source", "reasons", "status"),
     [
-        ("def test(): pass", {}, 0),
-        ("def test(): raise KeyError", {"test": "why"}, 0),
+        combination("def test(): pass", {}, 0),
+        combination("def test(): raise KeyError", {"test": "why"}, 0),
         ("def test(): raise KeyError", {}, 1),
         ("def test(): pass", {"test": "why"}, 1),
         ("import no_such_module", {}, 1),

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from exhaustive import combination
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulations import of, simulation, tiny_config, tiny_trace
@@ -50,7 +51,7 @@ def test_three_requests_by_hand():
     ]
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7])
+@pytest.mark.parametrize("load", [combination(0.3), 0.7])
 def test_one_at_a_time_is_an_m_d_1_queue(load):
     """Mean time to first token: D + R D^2 / (2 (1 - R D)) (DistServe, Zhong et al. 2024)."""
     service_s, draw, time_s, arrivals = 5.2e-3, random.Random(1), 0.0, []

@@ -7,6 +7,7 @@ import itertools
 import random
 
 import pytest
+from exhaustive import exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulations import tiny_config
@@ -251,6 +252,7 @@ def test_the_winner_is_that_of_an_exhaustive_search(seed):
     assert_as_exhaustive(*grid(seed))
 
 
+@exhaustive
 def test_the_winner_among_40_is_that_of_an_exhaustive_search():
     assert_as_exhaustive(*grid(40, count=40, num_requests=12))
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from exhaustive import exhaustive
 from scripts import run_script
 from simulations import TIMES, simulation, tiny_trace
 
 from jaxserve.core.events import Collected, Dispatched, EventLog
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.settings.speculative import AUTO_LENGTHS
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.core.steps.results import PackedStep, StepResults
 from jaxserve.engine.engine import Engine
@@ -233,12 +235,14 @@ def predictable(params: SamplingParams) -> SamplingParams:
     return dataclasses.replace(params, **two)
 
 
+@exhaustive
 def test_decisions_are_those_of_the_engine_that_speculates(llama):
     """With the same drafts accepted, the numbers of drafts, the pages and the steps are the
     same."""
     speculative = {"num_speculative_tokens": "auto", "prompt_lookup_min": 1}
     settings = llama.settings(debug_kv=True, host_kv_bytes=0)
-    settings |= {"speculative_config": speculative, "max_num_batched_tokens": 64}
+    settings |= {"speculative_config": speculative, "max_num_seqs": 2}
+    settings["max_num_batched_tokens"] = 2 * (1 + AUTO_LENGTHS[-1]) + 16
     plan, tokenizer, runner = start(EngineConfig(str(llama.path), **settings), EventLog())
     runner.__class__, runner.seen, runner.sampled_by = DraftingRunner, _Seen(), {}
     clock, metrics = VirtualClock(), Metrics()

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ _build = Compilation._build
 _read = ExecutableCache._read
 _loaded: collections.OrderedDict[tuple[int, int], jax.stages.Compiled | None]
 _loaded = collections.OrderedDict()
-_waiting: weakref.WeakSet[_OnDemand] = weakref.WeakSet()
 _thread = threading.local()
 
 
@@ -38,7 +36,6 @@ class _OnDemand:
         self._compilation, self._spec = compilation, spec
         self._compiled: Program | None = None
         self._lock = threading.Lock()
-        _waiting.add(self)
 
     def compile(self) -> Program:
         with self._lock:
@@ -48,7 +45,6 @@ class _OnDemand:
                     self._compiled = _build(self._compilation, self._spec)
                 finally:
                     _thread.compiles = False
-                _waiting.discard(self)
             return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:
@@ -90,13 +86,10 @@ def install() -> None:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Compiles what waits for its first call; engines made meanwhile compile ahead, and so do
-    those of processes started meanwhile."""
+    """Engines made meanwhile compile ahead, and so do those of processes started meanwhile."""
     before = Compilation._build, ExecutableCache._read
     Compilation._build, ExecutableCache._read = _build, _read
     environment = os.environ.pop("TESTS_COMPILE", None)
-    for program in list(_waiting):
-        program.compile()
     try:
         yield
     finally:

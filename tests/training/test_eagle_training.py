@@ -64,6 +64,7 @@ def right_guesses(llama, params, targets) -> float:
 
 
 @exhaustive
+@exhaustive
 def test_a_stopped_run_goes_on_to_the_same_layer(llama, tmp_path):
     config = TrainingConfig(
         steps=150, batch_size=2, sequence_length=16, learning_rate=0.02, checkpoint_every=60

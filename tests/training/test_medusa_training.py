@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from exhaustive import exhaustive
 
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
@@ -57,6 +58,7 @@ def random_targets(llama):
     return [Target((5, 6), tuple(map(int, rng.integers(3, 256, 30)))) for _ in range(6)]
 
 
+@exhaustive
 def test_a_stopped_run_goes_on_to_the_same_heads(llama, tmp_path):
     config = TrainingConfig(
         num_heads=2, steps=7, batch_size=2, sequence_length=16, checkpoint_every=2
