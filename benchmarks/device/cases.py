@@ -139,7 +139,7 @@ MORE = [
     Case("write 64 tokens", PageWrite(64)),
     Case("write 2k tokens", PageWrite(2 * K)),
     Case("write 64 tokens, int8 pages", PageWrite(64, kv_dtype="int8")),
-    *(Case(f"8 parts, residual and norm, {n} tokens", ResidualNorm(n)) for n in (1, 64)),
+    *(Case(f"8 parts, residual, norm, {n} tokens", ResidualNorm(n)) for n in (1, 64)),
     Case("copy 16 pages", PageMove("copy", 16)),
     Case("gather 16 pages", PageMove("gather", 16)),
     Case("scatter 16 pages", PageMove("scatter", 16)),
