@@ -47,7 +47,10 @@ STUCK_PARTS_S = {"smoke": 60, "engine": 300}
 """The same of some parts: an engine compiles all its programs and makes 16 GB of weights."""
 
 CALLS = ("check", "speed", "engine")
-OPS = ("paged_attention", "write_kv", "page_copy", "quantized_matmul", "decode_layers")
+OPS = (
+    *("paged_attention", "write_kv", "page_copy", "quantized_matmul", "add_and_norm"),
+    "decode_layers",
+)
 
 SHARES = {"smoke": 0.6, "targets": 0.4, "sweep": 0.5, "engine": 0.6, "host": 0.2, "peers_jax": 0.4}
 """Of the time that is left, what parts may take at most; others may take all."""

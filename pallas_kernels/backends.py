@@ -108,6 +108,16 @@ class Operation:
         _warn_once(f"{self.name} runs in plain XLA, without the {platform} kernel: {reason}")
         return self.xla
 
+    def supports(self, *arguments: Any, **options: Any) -> bool:
+        """Whether `run` by "auto" would try a kernel of the target device for such arguments.
+
+        For callers that prepare arguments differently for a kernel. Its self-check may still fail.
+        """
+        platform, device_kind, _ = target()
+        if _meant_by_auto.get() == "xla" or self.kernels.get(platform) is None:
+            return False
+        return self._refusal(platform, device_kind, arguments, options) is None
+
     def _refusal(self, platform, device_kind, arguments, options) -> str | None:
         """Why there is no kernel for these arguments on that device, None if there is one."""
         if platform not in self.kernels:

@@ -11,6 +11,7 @@ from device.limits import Limit
 from device.packed_weights import PackedMatmul
 from device.page_moves import PageMove, possible
 from device.page_writes import PageWrite
+from device.residual_norms import ResidualNorm
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format
 
 
@@ -23,7 +24,7 @@ class Case(NamedTuple):
     """
 
     name: str
-    spec: Attention | DecodeLayers | Limit | PackedMatmul | PageMove | PageWrite
+    spec: Attention | DecodeLayers | Limit | PackedMatmul | PageMove | PageWrite | ResidualNorm
     limit: str = "copy"
     target: float | None = None
     parts: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ SMOKE = [
     Case("smoke: scatter 4 pages", PageMove("scatter", 4, 9)),
     Case("smoke: copy 4 pages", PageMove("copy", 4, 9)),
     Case("smoke: Q4_0, 16 tokens", PackedMatmul(GGUF["Q4_0"], 16, 512, 1024)),
+    Case("smoke: 4 parts, residual and norm", ResidualNorm(9, 4, 1024)),
 ]
 """Every kernel, small, with what is most likely to break: the first that a new device does."""
 
@@ -137,6 +139,7 @@ MORE = [
     Case("write 64 tokens", PageWrite(64)),
     Case("write 2k tokens", PageWrite(2 * K)),
     Case("write 64 tokens, int8 pages", PageWrite(64, kv_dtype="int8")),
+    *(Case(f"8 parts, residual, norm, {n} tokens", ResidualNorm(n)) for n in (1, 64)),
     Case("copy 16 pages", PageMove("copy", 16)),
     Case("gather 16 pages", PageMove("gather", 16)),
     Case("scatter 16 pages", PageMove("scatter", 16)),

@@ -12,6 +12,7 @@ from device.attention import Attention
 from device.packed_weights import PackedMatmul
 from device.page_moves import PageMove, possible
 from device.problem import Problem, Shapes
+from device.residual_norms import ResidualNorm
 from pallas_kernels import self_check
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format
 
@@ -32,6 +33,9 @@ HEADS = (
 """Query heads, KV heads and head_dim."""
 
 CAPPED = ((16, 8, 256), (8, 4, 256))  # Gemma 2 9B and 2B, whose scores are capped
+RESIDUALS = ((8, 4096), (16, 2048), (4, 2048), (8, 3072), (4, 3072), (4, 5120), (4, 8192))
+"""Parts of products of few tokens on 132 multiprocessors, and the hidden size."""
+
 FORMATS = (
     *GGUF.values(),
     *(Format("int4", group, scale_dtype="bfloat16") for group in (32, 128)),
@@ -40,18 +44,20 @@ FORMATS = (
 )
 
 
-def specs(only: tuple[str, ...]) -> Iterator[Attention | PageMove | PackedMatmul]:
+def specs(only: tuple[str, ...]) -> Iterator[Attention | PageMove | PackedMatmul | ResidualNorm]:
     """A small case of each class of operations asked for, all unless any, that this JAX can do."""
     for spec in _all():
         if (not only or spec.op in only) and possible(spec):
             yield spec
 
 
-def _all() -> Iterator[Attention | PageMove | PackedMatmul]:
+def _all() -> Iterator[Attention | PageMove | PackedMatmul | ResidualNorm]:
     for heads in HEADS:
         yield from _attentions(heads)
     for heads in CAPPED:
         yield from _attentions(heads, soft_cap=50.0)
+    for parts, hidden in RESIDUALS:
+        yield ResidualNorm(2, parts, hidden)
     for form in FORMATS:
         for tokens in (1, 512):
             yield PackedMatmul(form, tokens, 512, 1024)
@@ -111,7 +117,7 @@ def needed(problem: Problem) -> dict[tuple[str, str], self_check.SelfCheck]:
     return asked.take()
 
 
-def tried(spec: Attention | PageMove | PackedMatmul) -> dict[str, Any]:
+def tried(spec: Attention | PageMove | PackedMatmul | ResidualNorm) -> dict[str, Any]:
     """If a check was right of each of the classes that a case asks for."""
     try:
         checks = needed(spec.problem())

@@ -273,7 +273,8 @@ class Family:
         layer, and data that all layers share (rotations), arrays [tokens, ...], for int32 [tokens]
         ids and positions.
     layer(p, config, kind, x, shared, attention): the activations after one layer with the
-        parameters `p`, an entry of "layers".
+        parameters `p`, an entry of "layers". Within `layers.pending_sums` they may be a PendingSum,
+        which the next layer then takes.
     final_norm(params, config, x): the final hidden states [tokens, hidden].
     logits(params, config, hidden): float32 [rows, vocab] of hidden states [rows, hidden].
     other_tensors: prefixes of checkpoint tensors that the model does without, such as those of a

@@ -5,8 +5,11 @@ A weight is [out, in], as checkpoints store it, so a linear layer is `x @ weight
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +17,50 @@ import jax.numpy as jnp
 from jaxserve.models import parallel
 from jaxserve.models.lora import AdaptedWeight
 from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, quantized_matmul
+from pallas_kernels.residual_norm import add_and_norm, product_parts
 
 Weight = jax.Array | QuantizedWeight | AdaptedWeight
 
 FEW_TOKENS = 64
 """Up to this many tokens CPUs multiply faster with the weight on the left
 (docs/decisions/013-token-major.md)."""
+
+
+class PendingSum(NamedTuple):
+    """The residual stream before the last product is added: `x` [tokens, hidden] plus the sum of
+    `parts` [n, tokens, hidden]. The norm that comes next adds them in its own kernel."""
+
+    x: jax.Array
+    parts: jax.Array
+
+
+Residual = jax.Array | PendingSum
+
+_pending: contextvars.ContextVar[bool] = contextvars.ContextVar("pending", default=False)
+
+
+@contextlib.contextmanager
+def pending_sums(allowed: bool = True) -> Iterator[None]:
+    """Traces layers that may return a PendingSum, where the target device has a kernel for it."""
+    token = _pending.set(allowed)
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+
+
+def settled(x: Residual) -> jax.Array:
+    """The residual stream [tokens, hidden], with everything added."""
+    if not isinstance(x, PendingSum):
+        return x
+    return x.x + jnp.sum(x.parts, axis=0).astype(x.x.dtype)
+
+
+def normed(x: Residual, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """The residual stream settled, and its RMS norm."""
+    if isinstance(x, PendingSum):
+        return add_and_norm(x.x, x.parts, weight, eps=eps)
+    return x, rms_norm(x, weight, eps)
 
 
 def embed(table: Weight, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -53,6 +94,18 @@ def row_parallel(weight: Weight, x: jax.Array, bias: jax.Array | None = None) ->
         return y + _delta(adapted, x) if isinstance(adapted, AdaptedWeight) else y
 
     return add_bias(parallel.row_parallel(of_rank, own, inputs), bias)
+
+
+def add_row_parallel(
+    residual: jax.Array, weight: Weight, x: jax.Array, bias: jax.Array | None = None
+) -> Residual:
+    """`residual` [tokens, out] plus `row_parallel`; within `pending_sums` perhaps not added yet."""
+    plain = isinstance(weight, jax.Array) and bias is None and parallel.one_rank()
+    if _pending.get() and plain:
+        parts = product_parts(x, _matrix(weight, x), residual)
+        if parts is not None:
+            return PendingSum(residual, parts)
+    return residual + row_parallel(weight, x, bias)
 
 
 def in_order(weight: Weight, x: jax.Array) -> tuple[Weight, jax.Array]:
@@ -144,8 +197,18 @@ def gated_mlp(
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
 ) -> jax.Array:
     """GLU (2002.05202) of x [tokens, hidden]: gate_up [2, ff, hidden], down [hidden, ff]."""
-    gate, up = jnp.split(column_parallel(gate_up, x, gate_up_bias), 2, axis=-1)
-    return row_parallel(down, activation(gate) * up, down_bias)
+    return row_parallel(down, gated(x, gate_up, gate_up_bias, activation), down_bias)
+
+
+def gated(
+    x: jax.Array,
+    gate_up: Weight,
+    bias: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+) -> jax.Array:
+    """What a GLU projects down: [tokens, ff]."""
+    gate, up = jnp.split(column_parallel(gate_up, x, bias), 2, axis=-1)
+    return activation(gate) * up
 
 
 def tied_or_own_logits(

@@ -59,6 +59,11 @@ def bound(*axes: str) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
+def one_rank() -> bool:
+    """Whether a row-parallel product is whole on this rank, and nothing is to be summed."""
+    return not bound(TENSOR)
+
+
 def column_parallel(product: Product, weight: Any, x: jax.Array) -> jax.Array:
     """This rank's outputs, `product(weight, x)`, for all tokens; x may hold a share of them."""
     rates = _sequence_parallel.get()

@@ -207,6 +207,14 @@ def test_the_device_is_the_one_of_the_mesh_in_use_else_the_default_one():
         assert backends.target() == ("gpu", "NVIDIA H200", False)
 
 
+def test_whether_a_kernel_would_be_tried(monkeypatch, on_a_gpu):
+    operation = make_operation(monkeypatch, unsupported=lambda x: "2-d" if x.ndim > 1 else None)
+    assert operation.supports(jnp.ones(4))
+    assert not operation.supports(jnp.ones((4, 4)))
+    with backends.using("xla"):
+        assert not operation.supports(jnp.ones(4))
+
+
 def _described(kind, platform):
     from jax._src.mesh import AbstractDevice
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from described_h200 import described_h200
 
 from jaxserve.models import layers
 
@@ -59,3 +60,34 @@ def test_cpus_read_a_bfloat16_weight_as_it_is(tokens):
     """Converted to float32 first, a decode step takes ten times as long."""
     text = jax.jit(layers.matmul).lower(*operands(tokens, "bfloat16")).compile().as_text()
     assert not re.search(rf"f32\[{OUTPUTS},{INPUTS}\]", text)
+
+
+def test_the_norm_that_comes_next_adds_what_is_pending():
+    x, parts = operands(3, "bfloat16")[1], operands(6)[1].reshape(2, 3, INPUTS)
+    weight = jnp.linspace(0.5, 2, INPUTS, dtype=jnp.bfloat16)
+    pending = layers.PendingSum(x, parts)
+    whole = x + (parts[0] + parts[1]).astype(x.dtype)
+    np.testing.assert_array_equal(layers.settled(pending), whole)
+    for found in (layers.normed(pending, weight, 1e-5), layers.normed(whole, weight, 1e-5)):
+        np.testing.assert_array_equal(found[0], whole)
+        np.testing.assert_array_equal(found[1], layers.rms_norm(whole, weight, 1e-5))
+
+
+def test_sums_are_pending_where_a_kernel_adds_them():
+    """Traced for a Hopper GPU: within `pending_sums`, and without a bias."""
+    weight, x = jnp.ones((256, 2048), jnp.bfloat16), jnp.ones((3, 2048), jnp.bfloat16)
+    residual, bias = jnp.zeros((3, 256), jnp.bfloat16), jnp.zeros(256, jnp.bfloat16)
+
+    def found(*bias):
+        # What JAX has traced before it does not trace again, whatever the context.
+        return jax.eval_shape(
+            lambda *args: layers.add_row_parallel(*args), residual, weight, x, *bias
+        )
+
+    with jax.sharding.use_abstract_mesh(described_h200()):
+        assert not isinstance(found(), layers.PendingSum)
+        with layers.pending_sums():
+            assert isinstance(found(), layers.PendingSum)
+            assert not isinstance(found(bias), layers.PendingSum)
+    with layers.pending_sums():
+        assert not isinstance(found(), layers.PendingSum)

@@ -159,21 +159,27 @@ def layer(
     p: Params,
     config: ModelConfig,
     kind: LayerKind,
-    x: jax.Array,
+    x: layers.Residual,
     rotations: Rotations,
     attention: Attention,
-) -> jax.Array:
+) -> layers.Residual:
     """One pre-norm block: x [tokens, hidden] plus its attention, plus its MLP. A layer that drafts
     has no norm before its attention (models/drafters/eagle.py)."""
-    normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps) if "attn_norm" in p else x
+    if "attn_norm" in p:
+        x, normed = layers.normed(x, p["attn_norm"], config.rms_norm_eps)
+    else:
+        x = normed = layers.settled(x)
     q, k, v = project_qkv(config, p, normed)
     if config.qk_norm:
         q = layers.rms_norm(q, p["q_norm"], config.rms_norm_eps)
         k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
     attended = attend(config, kind, (q, k, v), rotations, attention, p.get("sinks"))
-    x = x + layers.row_parallel(p["attn_out"], attended, p.get("attn_out_bias"))
-    normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
-    return x + mlp(p, config, kind, normed)
+    x = layers.add_row_parallel(x, p["attn_out"], attended, p.get("attn_out_bias"))
+    x, normed = layers.normed(x, p["mlp_norm"], config.rms_norm_eps)
+    if kind.sparse:
+        return x + mlp(p, config, kind, normed)
+    gated = layers.gated(normed, p["gate_up"], p.get("gate_up_bias"))
+    return layers.add_row_parallel(x, p["down"], gated, p.get("down_bias"))
 
 
 def mlp(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array) -> jax.Array:

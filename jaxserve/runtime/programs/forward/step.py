@@ -20,6 +20,7 @@ from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models import lora, mla, moe, parallel
 from jaxserve.models.family import Family, Params
+from jaxserve.models.layers import pending_sums, settled
 from jaxserve.models.mla import OfHeads
 from jaxserve.runtime.programs.forward import context_parallel, latent_chunks
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
@@ -150,9 +151,10 @@ def layers(
                 elif layout.in_halves:
                     batch, num_decodes = rows_of_half(batch, part, num_decodes)
                 own = slot_mapping._replace(page_ids=page_ids, offsets=offsets, batch=batch)
-                pages, x, counts = _layer(
-                    family, config, layout, kind, p, own, num_decodes, pages, x, shared
-                )
+                with pending_sums(layout.tile is None and not apart):
+                    pages, x, counts = _layer(
+                        family, config, layout, kind, p, own, num_decodes, pages, x, shared
+                    )
                 carry = pages, jax.tree.map(jnp.add, load, counts)
                 return carry, _in_its_dtype(x) if apart else x
 
@@ -184,7 +186,7 @@ def layers(
 
 def _together(parts: Sequence[jax.Array]) -> jax.Array:
     """All tokens' activations, on every rank."""
-    x = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    x = jnp.concatenate(parts) if len(parts) > 1 else settled(parts[0])
     return parallel.leave_layers(x)
 
 
