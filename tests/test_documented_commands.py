@@ -94,6 +94,7 @@ NOT_PROGRAMS = {
 }
 """Documents whose Python is not to be run."""
 ALIKE = {
+    "JAXSERVE_CACHE=./cache jaxserve compile MODEL": "tests/cli/test_cli_plan.py has a tiny model",
     "jaxserve generate Why is the sky blue?": ".ci/run runs it as a line of the README",
     "jaxserve generate --system Summarize in one sentence.": "as with --json",
     "jaxserve generate Hi --model ./my-model": "as batch --model",
