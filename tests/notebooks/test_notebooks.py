@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from exhaustive import EXHAUSTIVE
-from unoptimised import XLA_FLAGS
 
 COLAB = Path(__file__).parents[2] / "colab"
 PICTURES = {
@@ -22,15 +21,8 @@ PICTURES = {
     "speculation": 4,
 }
 
-OF_TINY_MODELS = {"bring_your_own_model", "long_context_and_sharding", "reinforcement_learning"}
-"""Those whose programs are unoptimised, since they compile for longer than they run."""
 SMALLER = {
-    "long_context_and_sharding": [("CONTEXT = 8192", "CONTEXT = 4096")],
     "planning": [("SCALES = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8)", "SCALES = (0.25, 1, 4, 8)")],
-    "under_the_hood": [
-        ('("static", "orca", "vllm", "sarathi")', '("static", "sarathi")'),
-        ("plt.subplots(4, 1, figsize=(9.5, 8.5)", "plt.subplots(2, 1, figsize=(9.5, 8.5)"),
-    ],
 }
 """What is written otherwise in CI."""
 
@@ -50,8 +42,6 @@ def test_a_notebook_runs_from_top_to_bottom(name, smollm2_path, tmp_path, monkey
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     if name == "under_the_hood":  # It shows that all is compiled before the first step.
         monkeypatch.delenv("TESTS_COMPILE", raising=False)
-    if name in OF_TINY_MODELS:
-        monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
     notebook = nbformat.read(COLAB / f"{name}.ipynb", as_version=4)
     for whole, smaller in () if EXHAUSTIVE else SMALLER.get(name, ()):
         (cell,) = [cell for cell in notebook.cells if whole in cell.source]

@@ -154,7 +154,7 @@ def check_ties(found: dict[str, list[RequestOutput]], tie: float) -> int:
 @pytest.mark.parametrize(("dtype", "tie", "most"), [("float32", 1e-3, 0), ("bfloat16", 0.25, 5)])
 def test_tokens_do_not_depend_on_the_batch(smollm2_path, dtype, tie, most):
     """In float32 no prompt here has a tie; in bfloat16 rounding is large enough to make some."""
-    # In float32 with the programs of other tests; in bfloat16, for which CPUs are slow, in small steps.
+    # In float32 with the programs of other tests; in bfloat16, which CPUs are slow in, small steps.
     small = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET} if dtype == "bfloat16" else {}
     with load_alone(smollm2_path, dtype=dtype, preemption="swap", host_pages=96, **small) as llm:
         found = ways(llm)
