@@ -25,3 +25,8 @@ def combination(*values: Any) -> Any:
 def combinations_of(values: Iterable[Any], *combined: Any) -> list[Any]:
     """Values of one parameter, of which `combined` are combinations."""
     return [combination(value) if value in combined else value for value in values]
+
+
+def combinations_but(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Values of one parameter, of which all but `kept` are combinations."""
+    return [value if value in kept else combination(value) for value in values]

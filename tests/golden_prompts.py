@@ -58,8 +58,13 @@ def check_tokens(entry: GoldenPrompt, token_ids: Sequence[int], whole: bool) -> 
 
 
 def logits_before(model: TinyModel, prompt: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:
-    """The oracle's logits float32 [tokens, vocab] from which each token after a prompt comes."""
-    return model.logits([*prompt, *token_ids])[len(prompt) - 1 : -1]
+    """The oracle's logits float32 [tokens, vocab] from which each token after a prompt comes.
+    Padding at the end, which causal attention cannot see, keeps the number of compiled shapes
+    small."""
+    tokens = [*prompt, *token_ids]
+    padded = np.zeros(-(-len(tokens) // 64) * 64, np.int32)
+    padded[: len(tokens)] = tokens
+    return model.logits(padded)[len(prompt) - 1 : len(tokens) - 1]
 
 
 def shortfalls(logits: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:

@@ -25,6 +25,7 @@ import httpx
 import pytest
 import yaml
 from documented import Line
+from exhaustive import exhaustive
 from lora_step import write_adapter
 from unoptimised import XLA_FLAGS
 
@@ -61,6 +62,8 @@ ELSEWHERE = {
     "jaxserve profile": "measures for minutes; tests/cli/test_cli_simulate.py has a tiny model",
     "--devices-per-host 1 -- generate": "compiles on two hosts; "
     "tests/real_model/test_real_meshes.py launches it with fewer programs",
+    "--devices-per-host 1 -- serve": "compiles on two hosts; tests/server/test_serve_hosts.py and "
+    "tests/distributed/test_hosts_snapshot.py have a tiny model",
     "--offload auto": "compiles two engines; tests/batch/test_offload_settings.py has its policy",
     "bench accuracy": "compiles two engines; tests/cli/test_cli_bench.py has a tiny model",
     "--find-capacity": "sends a dozen loads; tests/loadgen/test_find_capacity.py has its server",
@@ -90,6 +93,39 @@ NOT_PROGRAMS = {
     "docs/parallel.md": "three engines, as tests/meshes/test_mesh_devices.py has them",
 }
 """Documents whose Python is not to be run."""
+ALIKE = {
+    "JAXSERVE_CACHE=./cache jaxserve compile MODEL": "tests/cli/test_cli_plan.py has a tiny model",
+    "jaxserve generate Why is the sky blue?": ".ci/run runs it as a line of the README",
+    "jaxserve generate --system Summarize in one sentence.": "as with --json",
+    "jaxserve generate Hi --model ./my-model": "as batch --model",
+    "jaxserve generate Hi --trace-file run.json": "tests/cli/test_cli_generate.py has the file",
+    "jaxserve batch questions.jsonl answers.jsonl": "as batch --model",
+    "jaxserve launch --hosts 4 --independent -- batch in.jsonl out.jsonl --shard {host}/{hosts}": ""
+    "tests/batch/test_batch_command.py has three hosts",
+    "jaxserve bench offline": "tests/cli/test_cli_bench.py has a tiny model",
+    "jaxserve batch questions.jsonl in-blocks.jsonl --weights-on disk --steps-per-weight-read 8 "
+    "--max-num-seqs 64": "as generate --weights-on disk",
+    "jaxserve generate --system Summarize in one sentence. --kv-on host "
+    "--kv-cache-memory-bytes 12960KiB --page-size 32 --max-num-seqs 1 "
+    "--max-num-batched-tokens 129 --max-model-len 2560": "tests/real_model has it, and as plan",
+    "jaxserve plan my-model --device h200 --devices 8": "as on one device",
+    "jaxserve simulate my-model --device h200 --devices 8 --trace azure_conv.csv "
+    '--speculative-config {"method": "ngram", "num_speculative_tokens": "auto"} '
+    "--draft-acceptance 0.8,0.6": "as without drafts",
+    "jaxserve search my-model --device h200,l4 --devices 1,2 --max-num-seqs 32 --scheduler sarathi "
+    "--max-num-batched-tokens 544 --trace azure_conv.csv --slo ttft=2s,itl_p90=50ms "
+    "--manifest serving.yaml --image registry/jaxserve:1": "colab/planning.ipynb has a manifest",
+    "jaxserve serve --snapshot-dir work": "tests/server/test_serve_limits.py restarts a server",
+    "jaxserve serve --enable-lora --lora-modules sql=path/to/sql-adapter": "as the program",
+    "JAX_NUM_CPU_DEVICES=4 jaxserve serve MODEL --tensor-parallel-size 2 --devices 2,3": ""
+    "as generate --tensor-parallel-size",
+    'jaxserve serve --speculative-config {"method": "ngram", "num_speculative_tokens": 3}': ""
+    "as the program",
+    "run_batch(llm, ": "as batch --model",
+    "source.export_request(": "tests/engine/test_engine_export.py has tiny models",
+    "llm.chat(question, params)": "as the README's program",
+}
+"""Lines, and parts of programs, that only `EXHAUSTIVE=1` runs here, and what is as good for CI."""
 OWN_PROGRAMS = "tensor.parallel.size|speculative.config|(weights|kv).on|page.size|enable.lora"
 """Settings that a line shares with no other; tests/real_model has them as users do."""
 AHEAD = {"jaxserve serve", "JAXSERVE_CACHE=./cache jaxserve compile MODEL"}
@@ -126,7 +162,12 @@ def once(shown: list[Line]) -> list[Any]:
     for line in shown:
         variables = line.words[: line.words.index("jaxserve")]
         found.setdefault(repr((variables, line.command)), line)
-    return [pytest.param(line, id=" ".join(line.words)) for line in found.values()]
+    named = {" ".join(line.words): line for line in found.values()}
+    return [pytest.param(line, id=name, marks=marks(name in ALIKE)) for name, line in named.items()]
+
+
+def marks(is_alike: bool) -> list[pytest.MarkDecorator]:
+    return [exhaustive] if is_alike else []
 
 
 OURS = [line for line in documented.lines() if is_ours(line)]
@@ -312,6 +353,13 @@ def test_every_line_is_run_or_listed():
     assert used == {*ELSEWHERE, *OTHERS}
 
 
+def test_what_only_exhaustive_runs_is_documented():
+    """No entry of the list is left over."""
+    names = {" ".join(line.words) for line in HERE}
+    for entry in ALIKE:
+        assert entry in names or any(entry in block.text for block in PROGRAMS), entry
+
+
 @pytest.mark.parametrize("line", documented.spans(), ids=lambda line: line.text)
 def test_lines_in_running_text_are_commands(line):
     """A name alone, such as `jaxserve batch`, is of a command; with arguments it is parsed."""
@@ -430,8 +478,13 @@ def run_program(text: str, directory: Path) -> Run:
 @pytest.mark.documented
 @pytest.mark.parametrize(
     "program",
-    [block for block in PROGRAMS if block not in CLIENTS],
-    ids=lambda block: block.document,
+    [
+        pytest.param(
+            block, id=block.document, marks=marks(any(part in block.text for part in ALIKE))
+        )
+        for block in PROGRAMS
+        if block not in CLIENTS
+    ],
 )
 def test_a_program_runs(program, workplace):
     printed = run_program(program.text, workplace).stdout

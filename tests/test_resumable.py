@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+from exhaustive import exhaustive
 
 SCRIPT = """
     import json, os, signal, sys
@@ -60,7 +61,7 @@ def undisturbed(llama, tmp_path_factory):
     [
         (7, ["SIGTERM"]),
         pytest.param(30, ["SIGTERM", "SIGTERM"], marks=pytest.mark.interfaces),
-        pytest.param(12, ["SIGINT", "SIGTERM"], marks=pytest.mark.interfaces),
+        pytest.param(12, ["SIGINT", "SIGTERM"], marks=[pytest.mark.interfaces, exhaustive]),
     ],
 )
 def test_a_list_of_prompts_is_finished_by_the_next_process(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import combination
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -85,8 +86,15 @@ def num_hidden(lines, num_hops, num_products, product):
     return sum(any(start < at < done for at in products) for start, done in found)
 
 
-@operations
-@pytest.mark.parametrize(("topology", "both_ways"), [("v5e:4x4", True), ("v6e:4x4", False)])
+@pytest.mark.parametrize(
+    ("topology", "both_ways", "operation"),
+    [
+        ("v5e:4x4", True, gather),
+        ("v6e:4x4", False, scatter),
+        combination("v5e:4x4", True, scatter),
+        combination("v6e:4x4", False, gather),
+    ],
+)
 def test_every_hop_hides_behind_a_product_on_tpus(topology, operation, both_ways):
     """Rings of four, four of them side by side."""
     from tpu import mesh

@@ -6,6 +6,7 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from exhaustive import combination
 from gpu import array, products_with_registers
 
 from pallas_kernels.quantized_matmul import FP8, GGUF, Format, QuantizedWeight
@@ -29,22 +30,22 @@ def packed(format, num_outputs, num_inputs):
 
 CASES = [
     (GGUF["Q4_0"], (4096, 14336), 16, BF16),
-    (GGUF["Q4_1"], (14336, 4096), 1, F16),
+    combination(GGUF["Q4_1"], (14336, 4096), 1, F16),
     (GGUF["Q4_1"], (14336, 4096), 4096, BF16),
-    (Format("int4", 64), (4096, 14336), 2048, F16),
+    combination(Format("int4", 64), (4096, 14336), 2048, F16),
     (Format("int4", 128, minimum=True), (3584, 18944), 300, BF16),
     (Format("int4", 128, scale_dtype="bfloat16"), (576, 1536), 30, BF16),
-    (GGUF["Q4_1"], (1152, 1024), 32, BF16),
+    combination(GGUF["Q4_1"], (1152, 1024), 32, BF16),
     (Format("int4", None), (1088, 576), 16, BF16),
-    (GGUF["Q4_1"], (1088, 1536), 32, F16),
+    combination(GGUF["Q4_1"], (1088, 1536), 32, F16),
     (GGUF["Q8_0"], (4096, 14336), 16, BF16),
     (GGUF["Q8_0"], (1536, 576), 1000, BF16),
     (Format("int8", 64, minimum=True), (4096, 4096), 1024, F16),
-    (Format("int8", 128), (4096, 4096), 64, BF16),
-    (Format("int8", None), (128256, 4096), 8, BF16),
+    combination(Format("int8", 128), (4096, 4096), 64, BF16),
+    combination(Format("int8", None), (128256, 4096), 8, BF16),
     (FP8, (4096, 14336), 16, BF16),
-    (FP8, (4096, 14336), 4096, F16),
-    (FP8, (4096, 14336), 16, E4M3),
+    combination(FP8, (4096, 14336), 4096, F16),
+    combination(FP8, (4096, 14336), 16, E4M3),
     (FP8, (14336, 4096), 4096, E4M3),
 ]
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import combination, exhaustive
 from gpu import TARGET
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -75,6 +76,7 @@ def test_a_step_attends_while_it_sends():
     assert schedule("pass_kv") == "<<k>>" * (RANKS - 1) + "k"
 
 
+@exhaustive
 def test_a_step_attends_to_both_halves_while_it_sends_them():
     """Keys and values of a half go as one message."""
     assert schedule("pass_kv_both_ways") == "<<kk>>" * (RANKS - 1) + "kk"
@@ -86,7 +88,7 @@ def test_queries_and_results_travel_at_once():
     assert schedule("pass_q") == "<k>" * 2 + "<<k>>" * (RANKS - 3) + "<k>" + "<>"
 
 
-@pytest.mark.parametrize("scheme", ["pass_kv", "pass_kv_both_ways"])
+@pytest.mark.parametrize("scheme", ["pass_kv", combination("pass_kv_both_ways")])
 def test_memory_does_not_hold_all_ranks_keys(scheme):
     """Which would be four results in float32 more than any number of ranks needs."""
     result_bytes = SHARD * HEADS * (DIM + 1) * 4

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from exhaustive import exhaustive
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 
@@ -58,6 +59,7 @@ def test_the_command_says_what_compiled():
     assert re.search(r"^Of (\d+): \1 compiled\.$", done.stdout.splitlines()[-1])
 
 
+@exhaustive
 def test_the_command_fails_where_a_kernel_does():
     done = rehearse(before="sys.modules['pallas_kernels.page_copy.mosaic_gpu'] = None; ")
     assert done.returncode == 1

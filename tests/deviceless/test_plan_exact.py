@@ -48,7 +48,9 @@ def planned(tmp_path, name: str, **settings: object) -> tuple[DeviceSpec, Engine
     return spec, plan_described(EngineConfig(model=config, **settings), place)
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("v5e", 1), combination("h200", 1), ("h200", 3)])
+@pytest.mark.parametrize(
+    ("name", "tensor"), [combination("v5e", 1), combination("h200", 1), ("h200", 3)]
+)
 def test_every_program_is_compiled(tmp_path, name, tensor):
     """Of a single sequence too, whose logits are of one row."""
     pytest.importorskip(PLUGINS[name])

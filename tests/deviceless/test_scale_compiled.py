@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from exhaustive import combination
 
 pytest.importorskip("flax", reason="needs what jaxserve itself needs")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -24,7 +25,7 @@ LAYERS = 32
     [
         # A layer's two, and two more to merge what ranks of `seq` found.
         ("v5e:4x4", "libtpu", 4 * LAYERS + 2),
-        ("H200:8", "jax_plugins.xla_cuda13", 2 * LAYERS + 1),
+        combination("H200:8", "jax_plugins.xla_cuda13", 2 * LAYERS + 1),
     ],
 )
 def test_llama_8b_decodes_on_a_mesh(devices, plugin, sums):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from exhaustive import combination
 
 pytest.importorskip("flax", reason="needs what jaxserve itself needs")
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
@@ -16,7 +17,7 @@ from step_anatomy import Anatomy
 pytestmark = pytest.mark.deviceless
 
 
-@pytest.mark.parametrize(("batch", "kernels"), [(1, 12), (64, 12)])
+@pytest.mark.parametrize(("batch", "kernels"), [combination(1, 12), (64, 12)])
 def test_a_decode_step_of_llama_8b(batch, kernels):
     """docs/roofline.md has these counts."""
     found = Anatomy.of(batch)

@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from exhaustive import combination, exhaustive
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tpu import compiled, mesh
@@ -66,7 +67,7 @@ def schedule(topology, scheme):
     return "".join(signs.get(name, ">") for name in found), collections.Counter(sent)
 
 
-@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4"])
+@pytest.mark.parametrize("topology", [combination("v5e:4x4"), "v6e:4x4"])
 def test_a_step_attends_while_it_sends(topology):
     """Keys and values, once less than there are ranks, each hop behind a whole kernel."""
     order, sent = schedule(topology, "pass_kv")
@@ -74,6 +75,7 @@ def test_a_step_attends_while_it_sends(topology):
     assert sent == {f"{PAGES},{KV_HEADS},128,{DIM}": 2 * (RANKS - 1)}
 
 
+@exhaustive
 def test_both_ways_messages_are_half_as_large():
     order, sent = schedule("v6e:4x4", "pass_kv_both_ways")
     assert re.fullmatch(r"k?<<<<k+>>>>(<<<<kk>>>>){14}kk", order)

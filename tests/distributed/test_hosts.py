@@ -108,11 +108,15 @@ def answers(stdout):
     "roles, settings",
     [
         combination(("leads", "follows"), {"tensor_parallel_size": 2}),
-        (
+        combination(
             ("leads", "does the same", "is slow", "follows"),
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         ),
-        (("leads", "is slow"), {"devices": 2, "context_parallel_size": 4}),
+        combination(("leads", "is slow"), {"devices": 2, "context_parallel_size": 4}),
+        (
+            ("leads", "is slow"),
+            {"devices": 2, "context_parallel_size": 2, "pipeline_parallel_size": 2},
+        ),
     ],
 )
 def test_the_tokens_of_one_process(llama, roles, settings):
@@ -132,7 +136,8 @@ def test_the_tokens_of_one_process(llama, roles, settings):
     "victim, hosts, how",
     [
         (1, 2, signal.SIGKILL),
-        (0, 4, signal.SIGKILL),
+        (0, 2, signal.SIGKILL),
+        combination(0, 4, signal.SIGKILL),
         combination(3, 4, signal.SIGKILL),
         (1, 2, signal.SIGSTOP),
     ],

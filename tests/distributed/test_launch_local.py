@@ -14,7 +14,7 @@ from launched import PRINT_SUM, SUM_FOREVER, ended
 pytestmark = pytest.mark.meshes
 
 
-@pytest.mark.parametrize(("hosts", "devices"), [combination(2, 2), (4, 1)])
+@pytest.mark.parametrize(("hosts", "devices"), [(2, 2), combination(4, 1)])
 def test_hosts_compute_together_and_host_0_prints_the_result(launch, hosts, devices):
     arguments = ("a b", "--", "it's\n$HOME")
     job = launch(
@@ -45,7 +45,9 @@ with LLM(sys.argv[1], tensor_parallel_size=jax.device_count(), **settings) as ll
 """
 
 
-@pytest.mark.parametrize(("hosts", "victim"), [(2, 0), (2, 1), (4, 0), combination(4, 3)])
+@pytest.mark.parametrize(
+    ("hosts", "victim"), [(2, 0), (2, 1), combination(4, 0), combination(4, 3)]
+)
 def test_a_host_that_is_killed_ends_the_job_and_is_named(launch, llama, hosts, victim):
     job = launch(GENERATE_FOREVER, f"--hosts={hosts}", arguments=(str(llama.path),))
     pids = job.pids(hosts, timeout_s=300)

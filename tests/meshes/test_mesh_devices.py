@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from exhaustive import exhaustive
 from mesh_engines import load, on_mesh
 from tiny_engines import Arrival, TinyModel, drive
 
@@ -31,6 +32,7 @@ def places(arrays: list[jax.Array]) -> set[int]:
     return {device.id for array in arrays for device in array.sharding.device_set}
 
 
+@exhaustive
 def test_engines_side_by_side_keep_to_their_devices():
     on_mesh(EIGHT, check_side_by_side)
 
@@ -129,7 +131,9 @@ def check_swaps(_: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = TinyModel.write_llama(Path(directory))
         settings = {"pages": 15, "host_pages": 64, "preemption": "swap", "debug_kv": True}
+        before = {id(array) for array in jax.live_arrays()}
         with load(model, "", devices=[6], **settings) as llm:
+            assert places([a for a in jax.live_arrays() if id(a) not in before]) == {6}
             arrivals = [Arrival(model.prompts[index], params) for index in (9, 10)]
             for output in drive(llm.engine, arrivals):
                 model.check_greedy(output)

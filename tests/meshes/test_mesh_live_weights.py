@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from exhaustive import combination
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_engines import load, on_mesh, write_llama
@@ -25,7 +26,7 @@ UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 256}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-@pytest.mark.parametrize("mesh", ["TP2 PP2", "TP2 CP2"])
+@pytest.mark.parametrize("mesh", ["TP2 PP2", combination("TP2 CP2")])
 def test_weights_change_meshes(tmp_path, mesh):
     path = write_llama(tmp_path / "model", **UNEVEN)
     on_mesh(mesh, check_live_weights, path)

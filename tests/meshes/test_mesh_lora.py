@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from exhaustive import exhaustive
+from exhaustive import combination, exhaustive
 from lora_adapters import LLAMA, merged, write_adapter
 from mesh_engines import load, on_mesh, write_llama
 from tiny_engines import TinyModel
@@ -25,7 +25,7 @@ UNEVEN = {
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("mesh", "scope"), [("TP2 PP2", "step"), ("TP2 CP2", "layer")])
+@pytest.mark.parametrize(("mesh", "scope"), [("TP2 PP2", "step"), combination("TP2 CP2", "layer")])
 def test_adapters_on_meshes(tmp_path, mesh, scope):
     path = write_llama(tmp_path / "model", **UNEVEN)
     on_mesh(mesh, check_adapters, path, tmp_path, scope)

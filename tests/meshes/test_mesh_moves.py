@@ -30,7 +30,7 @@ PROMPTS = [PROMPT_LENGTHS.index(length) for length in (17, 33, 100)]
     [
         (("TP2", "TP4", ""), True),
         combination(("", "PP2", "CP2"), True),
-        (("", "PP2", "CP2"), False),
+        combination(("", "PP2", "CP2"), False),
         combination(("CP4", "TP4 PP2", "PP2"), True),
     ],
 )

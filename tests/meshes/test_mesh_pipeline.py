@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from exhaustive import combination
 from mesh_engines import degrees, load, on_mesh
 from mesh_workload import GREEDY
 from tiny_engines import PROMPT_LENGTHS, Arrival, TinyModel, drive
@@ -36,7 +37,7 @@ def entered(engine: Engine, arrivals: list[Arrival]) -> list[bool]:
     return calls
 
 
-@pytest.mark.parametrize("mesh", ["PP2", "PP4"])
+@pytest.mark.parametrize("mesh", [combination("PP2"), "PP4"])
 def test_steps_of_a_pipeline(answered, mesh):
     on_mesh(mesh, check_steps, answered)
 

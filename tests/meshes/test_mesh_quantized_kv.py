@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from exhaustive import exhaustive
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY, greedy
 from tiny_engines import Arrival, TinyModel, drive
@@ -17,6 +18,7 @@ LONG = 3
 """The last prompts, of several pages."""
 
 
+@exhaustive
 def test_a_mesh_answers_as_the_oracle(answered):
     """fp8 on eight devices; int8 is on the meshes below."""
     on_mesh("TP4 PP2", check_greedy, answered)
@@ -37,7 +39,8 @@ def test_scales_go_around_a_ring_and_into_a_snapshot_for_another_mesh(answered, 
 
 def begin(mesh: str, answered: Path, target: Path) -> None:
     model = TinyModel.open(answered / "model").with_kv("int8")
-    with load(model, mesh, pages=PAGES, max_num_batched_tokens=2 + 32) as llm:
+    chunks = {"max_num_batched_tokens": 2 + 32, "program_scope": "layer"}
+    with load(model, mesh, pages=PAGES, **chunks) as llm:
         runner, ring = llm.engine._runner, []
         forward = runner._forward
 

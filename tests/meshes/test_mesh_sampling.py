@@ -143,7 +143,7 @@ def sampled_on_a_mesh_as_on_one_device(mesh_name: str, vocab: int) -> None:
     ("mesh", "vocab"),
     [
         ("TP4", 1500),
-        ("TP4", 49_152),
+        combination("TP4", 49_152),
         ("TP2 PP2", 55),
         combination("TP4", 55),
         combination("TP2 PP2", 1500),

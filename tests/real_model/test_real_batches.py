@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exhaustive import exhaustive
+from exhaustive import combination, exhaustive
 from golden_prompts import golden_prompts
 from kv_engines import Preempter
 from mesh_engines import load, on_mesh
@@ -75,7 +75,7 @@ def check_bitwise(found: dict[str, list[RequestOutput]]) -> None:
             assert logprobs(output) == logprobs(other), (way, name)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", combination("bfloat16")])
 def invariant(request, smollm2_path):
     """An engine in the mode, whose preemptions swap to the host's memory."""
     sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "host_pages": 96}
@@ -154,7 +154,8 @@ def check_ties(found: dict[str, list[RequestOutput]], tie: float) -> int:
 @pytest.mark.parametrize(("dtype", "tie", "most"), [("float32", 1e-3, 0), ("bfloat16", 0.25, 5)])
 def test_tokens_do_not_depend_on_the_batch(smollm2_path, dtype, tie, most):
     """In float32 no prompt here has a tie; in bfloat16 rounding is large enough to make some."""
-    sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "host_pages": 96}
-    with load_alone(smollm2_path, dtype=dtype, preemption="swap", **sizes) as llm:
+    # In float32 with the programs of other tests; in bfloat16, which CPUs are slow in, small steps.
+    small = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET} if dtype == "bfloat16" else {}
+    with load_alone(smollm2_path, dtype=dtype, preemption="swap", host_pages=96, **small) as llm:
         found = ways(llm)
     assert check_ties(found, tie) <= most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from exhaustive import combination
 from flax import nnx
 from golden_prompts import golden_prompts
 from nnx_llama import NNXLlama
@@ -34,7 +35,7 @@ def test_weights_are_replaced_and_sleep(llm, smollm2):
     assert [run.version for run in after.weights] == [llm.engine.weights_version]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", combination("bfloat16")])
 def test_an_nnx_smollm2_has_every_parameter_of_the_model(llm, smollm2, dtype):
     """Bit for bit, from kernels [inputs, outputs]; in float32 its answer too, once it is served."""
     params = jax.tree.map(lambda array: array.astype(dtype), smollm2.params)

@@ -25,7 +25,7 @@ CHECKS = [
     status_code_conformance,
 ]
 ROUTES, BODIES = 19, 10
-EXAMPLES = 40 if EXHAUSTIVE else 15
+EXAMPLES = 40 if EXHAUSTIVE else 8
 
 
 @pytest.mark.parametrize("mode", GenerationMode)

@@ -110,7 +110,9 @@ def test_a_full_queue_refuses_and_a_stopped_server_lets_requests_end(start):
     too_many = server.post(PATH, SHORT | {"n": 7, "temperature": 1})
     assert too_many.status_code == 400 and "at most 6" in too_many.json()["error"]["message"]
     with ThreadPoolExecutor(6) as pool:
-        running = [pool.submit(server.post, PATH, LONG | {"seed": i}) for i in range(6)]
+        running = [
+            pool.submit(server.post, PATH, LONG | {"max_tokens": 800, "seed": i}) for i in range(6)
+        ]
         while server.metrics()["jaxserve:open_sequences",] < 6:
             time.sleep(0.02)
         refused = server.post(PATH, SHORT)

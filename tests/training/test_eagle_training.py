@@ -90,6 +90,7 @@ def test_a_stopped_run_goes_on_to_the_same_layer(llama, tmp_path):
     assert after > before + 0.3, (before, after, whole.losses)
 
 
+@exhaustive
 @pytest.mark.interfaces
 def test_the_command_trains_a_layer_that_guesses_the_answers(greedy, tmp_path, capsys):
     data, out = tmp_path / "prompts.jsonl", tmp_path / "layer"

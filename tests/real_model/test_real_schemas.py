@@ -10,7 +10,6 @@ import pytest
 from exhaustive import EXHAUSTIVE
 
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.llm import LLM
 
 pytestmark = pytest.mark.real_model
 
@@ -65,17 +64,8 @@ SCHEMAS = [
     {"allOf": [{"type": "object", "required": ["a"]}, an_object(a=COUNT, b=NAME)]},
 ]
 GENERATIONS = 80 if EXHAUSTIVE else len(SCHEMAS)
-LONGEST = 900
+LONGEST = 680
 """Tokens: more than any of these schemas can need, whitespace and all."""
-
-
-@pytest.fixture(scope="module")
-def llm(smollm2_path):
-    """With the settings of colab/quickstart.ipynb, whose programs are the same."""
-    with LLM(
-        smollm2_path, max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=8 + 256
-    ) as llm:
-        yield llm
 
 
 def test_whatever_is_generated_validates(llm):
