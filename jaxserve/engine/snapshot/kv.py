@@ -15,18 +15,22 @@ import itertools
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence as EngineSequence
 from jaxserve.engine.snapshot.files import RowsMissing
+from jaxserve.engine.snapshot.together import OneHost, agreeing
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.prefix_tree import unpack_tokens
+
+if TYPE_CHECKING:
+    from jaxserve.engine.replication.core import ReplicatedCore
 
 _FILE_BYTES = 64 << 20
 """Size of one array of KV: the memory used at a time, and the most lost at a deadline."""
@@ -205,10 +209,13 @@ class Reader(Protocol):
 class SavedKV:
     """The KV of a snapshot that is being restored."""
 
-    def __init__(self, reader: Reader, *, with_drafts: bool = False) -> None:
-        """`with_drafts`: KV of layers that draft is there, and is used. Raises SnapshotError when
-        the snapshot is damaged."""
+    def __init__(
+        self, reader: Reader, *, hosts: OneHost | ReplicatedCore, with_drafts: bool = False
+    ) -> None:
+        """`hosts` all restore it. `with_drafts`: KV of layers that draft is there, and is used.
+        Raises SnapshotError when the snapshot is damaged."""
         self._reader = reader
+        self._hosts = hosts
         self._names = _NAMES if with_drafts else _NAMES[:1]
         content = reader.json("kv")
         self._page_tokens: int = content["page_tokens"]
@@ -233,7 +240,7 @@ class SavedKV:
         sequence's own where it has one; None to skip the prefix. `carry_out` dispatches the
         manager's page operations.
 
-        Raises SnapshotError when rows cannot be read. What was inserted before stays.
+        Raises SnapshotError when rows cannot be read, on any host. What was inserted before stays.
         """
         if kv.windowed:
             return
@@ -272,18 +279,21 @@ class SavedKV:
         if not kv.fits(match, num_tokens, 0):
             return
         kv.allocate(table, match, num_tokens)
-        carry_out()
+        with self._hosts.bounded():
+            carry_out()
         put_tokens = match.num_tokens
         try:
             for first in range(len(match.shared), num_pages, TRANSFER_PAGES):
                 stop = min(first + TRANSFER_PAGES, num_pages)
                 places = first * page_size, min(stop * page_size, num_tokens)
                 tokens = []
-                for rows in self._rows(prefix, *places):
-                    whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
-                    whole[: len(rows)] = rows
-                    tokens.append(whole.reshape(stop - first, page_size, *rows.shape[1:]))
-                pages.write(table.pages[first:stop], tokens)
+                with agreeing(self._hosts):
+                    for rows in self._rows(prefix, *places):
+                        whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
+                        whole[: len(rows)] = rows
+                        tokens.append(whole.reshape(stop - first, page_size, *rows.shape[1:]))
+                with self._hosts.bounded():
+                    pages.write(table.pages[first:stop], tokens)
                 put_tokens = min(stop * page_size, num_tokens)
         finally:
             kv.release(table, put_tokens, pin=prefix["request_id"] is not None)
