@@ -11,10 +11,11 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader
-from jaxserve.engine.snapshot.kv import Prefix, SavedKV, kv_entries, prefixes_of
+from jaxserve.engine.snapshot.kv import Prefix, kv_entries, prefixes_of
 from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
+from jaxserve.engine.snapshot.saved_kv import SavedKV
 from jaxserve.engine.snapshot.together import OneHost
 
 if TYPE_CHECKING:
@@ -104,8 +105,12 @@ class EngineAccess:
 
     def saved(self, reader: SnapshotReader | PartReader) -> SavedKV:
         """The KV of a snapshot. That of another engine's drafter is not used."""
-        with_drafts = self.facts.can_use_draft_kv(reader.facts)
-        return SavedKV(reader, hosts=self.hosts, with_drafts=with_drafts)
+        return SavedKV(
+            reader,
+            pages=self.page_transfers.token_kv(),
+            hosts=self.hosts,
+            with_drafts=self.facts.can_use_draft_kv(reader.facts),
+        )
 
 
 def states_of(reader: SnapshotReader | PartReader) -> list[RequestSnapshot]:
