@@ -9,9 +9,10 @@ import signal
 import pytest
 
 from jaxserve.core.errors import DistributedError, EngineClosedError, SnapshotError
+from jaxserve.core.process.signals import STOPPED
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.replication.log import ReplicatedLog
-from jaxserve.resume import STOPPED, resumable
+from jaxserve.resume import resumable
 
 
 class Hosts:
