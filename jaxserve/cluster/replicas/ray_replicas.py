@@ -103,8 +103,8 @@ def load_replicas(
 def check_ray(version: str = ray.__version__, address: str | None = None) -> None:
     """Checks Ray's version, and RAY_ADDRESS unless another `address` is given.
 
-    Raises MissingDependencyError for a Ray that is older than replicas need, DistributedError where
-    nobody listens at the address: Ray would try for minutes.
+    Raises MissingDependencyError for a Ray that is older than replicas need, DistributedError for
+    an address that no process listens on, to which Ray tries to connect for minutes.
     """
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_RAY:
         oldest = ".".join(map(str, _OLDEST_RAY))
