@@ -25,7 +25,7 @@ from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.output_queue import OutputQueue, OutputStream, left_output, output_of
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot.migration import exported_params
+from jaxserve.engine.snapshot.migration import Received
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.perfetto import write_trace
@@ -369,13 +369,11 @@ class AsyncEngine:
         """Add a request that another engine has exported, by default under the id that it had
         there, and stream its output from its first token on. Leaving the stream early aborts the
         request. Raises SnapshotError as `LLM.import_request`, or when the id is in use."""
-        preparation = self._engine.preparation(exported_params(parts))
-        if preparation is not None:  # Compiled grammars are cached.
-            await asyncio.wrap_future(preparation)
+        received = await self._received(parts)
         output_queue = OutputQueue(asyncio.get_running_loop(), wants_deltas)
         return await self._thread.result_of(
             lambda: self._resume(
-                self._engine.migration.import_request(parts, request_id), output_queue
+                self._engine.migration.import_request(received, request_id), output_queue
             )
         )
 
@@ -397,11 +395,9 @@ class AsyncEngine:
         """Take the KV of a request that another engine has exported and runs on, for
         `resume_request`; returns how many tokens have theirs. Raises SnapshotError as
         `Migration.stage_request`."""
-        preparation = self._engine.preparation(exported_params(parts))
-        if preparation is not None:
-            await asyncio.wrap_future(preparation)
+        received = await self._received(parts)
         return await self._thread.result_of(
-            lambda: self._engine.migration.stage_request(parts, request_id)
+            lambda: self._engine.migration.stage_request(received, request_id)
         )
 
     async def unstage_request(self, request_id: str) -> None:
@@ -420,7 +416,18 @@ class AsyncEngine:
     async def import_prefix(self, parts: SequenceOf[bytes]) -> int:
         """Cache a prefix of another engine; returns how many of its tokens are cached. Raises
         SnapshotError as `Migration.import_prefix`."""
-        return await self._thread.result_of(lambda: self._engine.migration.import_prefix(parts))
+        received = await self._received(parts)
+        return await self._thread.result_of(lambda: self._engine.migration.import_prefix(received))
+
+    async def _received(self, parts: SequenceOf[bytes]) -> Received:
+        """What another engine has exported, read and converted while steps go on, and its grammar
+        compiled."""
+        received = await asyncio.to_thread(self._engine.migration.received, parts)
+        if received.state is not None:
+            preparation = self._engine.preparation(received.state.added.params)
+            if preparation is not None:  # Compiled grammars are cached.
+                await asyncio.wrap_future(preparation)
+        return received
 
     async def exchange_shares(
         self, counters: Mapping[str | None, int]

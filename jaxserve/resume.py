@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from jaxserve.core.process.signals import signals_handled
+from jaxserve.core.process.signals import STOPPED, signals_handled
 from jaxserve.engine.delta_stream import DeltaStream
 from jaxserve.engine.snapshot.files import discard, exists
 from jaxserve.llm import LLM
-
-STOPPED = os.EX_TEMPFAIL
-"""Exit status of a process that SIGTERM stopped with work left: restart it."""
 
 
 @contextlib.contextmanager

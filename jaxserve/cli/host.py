@@ -21,7 +21,11 @@ import tyro
 from tyro.conf import Positional
 
 from jaxserve.core.errors import ConfigError, JaxserveError
+from jaxserve.core.process.signals import STOPPED
 from jaxserve.distributed.launch.job import is_script
+
+_LEAVE_S = 10.0
+"""How long a host that was stopped waits for the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +80,13 @@ def main(args: Sequence[str]) -> int:
     """Run the command line `args` and return the exit status; does not return if that is not 0.
 
     A host that fails exits without cleanup: on a normal exit JAX would wait for the other hosts,
-    which may be waiting for this one.
+    which may be waiting for this one. One that was stopped, as all are then, waits for the others:
+    JAX ends those that are there after host 0.
     """
     _keep_stdout()
     status = _status_of(args)
+    if status == STOPPED:
+        _leave_together()
     if status != 0:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -103,6 +110,16 @@ def _status_of(args: Sequence[str]) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
+
+
+def _leave_together() -> None:
+    """Leave the job when all hosts do; wait no longer than `_LEAVE_S`, for one may have failed."""
+    import jax
+
+    if jax.distributed.is_initialized():
+        leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_S)
 
 
 def _command(command: tuple[str, ...]) -> Callable[[], int]:

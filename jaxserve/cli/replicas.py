@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import subprocess
@@ -50,8 +49,8 @@ def check_replica_counts(command: ReplicaCounts, fixed: str) -> None:
 
 
 def check_replicas(num_replicas: int, of_one_engine: Mapping[str, object]) -> None:
-    """Raises ConfigError for a setting of one engine that is given, and in a launched job,
-    MissingDependencyError without Ray."""
+    """Raises ConfigError for a setting of one engine that is given, and in a launched job, and as
+    `check_ray`; MissingDependencyError without Ray."""
     import jax
 
     for name, value in of_one_engine.items():
@@ -65,7 +64,9 @@ def check_replicas(num_replicas: int, of_one_engine: Mapping[str, object]) -> No
             "replicas are of one process, which starts them by Ray, and not of a launched job; "
             "leave jaxserve launch out."
         )
-    importlib.import_module("jaxserve.cluster.replicas.ray_replicas")
+    from jaxserve.cluster.replicas.ray_replicas import check_ray
+
+    check_ray()
 
 
 def platform_of_replicas() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 from jaxserve.cluster.policies.fairness import FairShares
@@ -17,17 +18,12 @@ async def share_fairly(replicas: Sequence[RoutedReplica]) -> None:
     """Exchange the counters of tenants between `replicas`, which may change, until cancelled."""
     shares = FairShares()
     while True:
-        await asyncio.gather(*(_exchange(shares, replica) for replica in tuple(replicas)))
+        loaded = [replica for replica in replicas if replica.state != "loading"]
+        shares.keep({replica.index for replica in loaded})
+        await asyncio.gather(*(_exchange(shares, replica) for replica in loaded))
         await asyncio.sleep(PERIOD_S)
 
 
 async def _exchange(shares: FairShares, replica: RoutedReplica) -> None:
-    if replica.state == "loading":
-        shares.forget(replica.index)
-        return
-    try:
-        served, waiting = await replica.client.exchange_shares(dict(shares.counters))
-    except (ReplicaLostError, EngineClosedError):
-        shares.forget(replica.index)
-    else:
-        shares.exchange(replica.index, served, waiting)
+    with contextlib.suppress(ReplicaLostError, EngineClosedError):  # Its updates say so too.
+        shares.exchange(replica.index, *await replica.client.exchange_shares(dict(shares.counters)))

@@ -48,6 +48,7 @@ class OpenRequests:
 
     Attributes:
         page_size: of every replica; set it before the first request.
+        caches_prefixes: whether replicas do.
         num_redispatched: requests dispatched again, of lost replicas.
         num_moved: requests moved with their KV.
         shares_prefixes: whether replicas pull prefixes that others have cached.
@@ -57,6 +58,7 @@ class OpenRequests:
     """
 
     page_size: int
+    caches_prefixes = True
     shares_prefixes = True
 
     def __init__(self, replicas: SequenceOf[RoutedReplica], tasks: Tasks, seed: int) -> None:
@@ -231,7 +233,7 @@ class OpenRequests:
         self._dispatcher.send()
 
     def _demand(self, added: AddRequest) -> Demand:
-        hashes = self._page_hashes(added, added.token_ids)
+        hashes = self._page_hashes(added, added.token_ids) if self.caches_prefixes else None
         return Demand.of(
             len(added.token_ids), hashes, self.page_size, added.params.n, added.priority
         )
@@ -366,7 +368,7 @@ class OpenRequests:
         if output is None:
             return
         replica.num_finished += 1
-        for choice in output.outputs:
+        for choice in output.outputs if self.caches_prefixes else ():
             token_ids = [*added.token_ids, *choice.token_ids[:-1]]  # The last has no KV.
             replica.load.cached.add(self._page_hashes(added, token_ids))
 

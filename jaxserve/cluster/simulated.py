@@ -181,7 +181,7 @@ class SimulatedCluster:
 
     def _dispatch(self, arrival: Arrival) -> None:
         config = self._deployment.config
-        hashes = ()
+        hashes = None
         if config.enable_prefix_caching:
             hashes = page_hashes(arrival.token_ids, config.page_size, arrival.tenant, None)
         priority = arrival.params.priority if arrival.priority is None else arrival.priority
@@ -365,7 +365,7 @@ class SimulatedCluster:
             place.leaves = place.load.draining = False
         elif not place.load.demands:
             self._places.remove(place)
-            self._shares.forget(place.index)
+            self._shares.keep({each.index for each in self._places})
             self.replica_us += self._now_us
             self.num_removed += 1
 

@@ -36,6 +36,7 @@ class DevicePageTransfers(PageTransfers):
         """
         config, memory = plan.config, plan.memory
         self._runner = runner
+        self._shapes = runner.shapes
         self._models = [plan.checkpoint.config]
         if plan.drafting_layers is not None:
             self._models.append(plan.drafting_layers)
@@ -75,12 +76,12 @@ class DevicePageTransfers(PageTransfers):
 
     def token_kv(self) -> TokenKV:
         """Access to pages on any tier."""
-        shapes = self._runner.shapes
+        shapes = self._shapes
         layouts: list[PageBytesLayout] = []
         for model, local_model in zip(self._models, (shapes.local_model, shapes.local_draft_model)):
             after = layouts[-1] if layouts else None
             layouts.append(PageBytesLayout(shapes, model, local_model, after))
-        return TokenKV(layouts, self._runner, self._stores)
+        return TokenKV(layouts, shapes, self._runner, self._stores)
 
     def close(self) -> None:
         """Stops the transfer worker, frees the lower tiers and the device's memory. Idempotent."""

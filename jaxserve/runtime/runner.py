@@ -346,17 +346,13 @@ class Runner:
         for layer, first in zip(self._state.kv, self.shapes.kv.alike):
             yield self._kinds.gather([layer], pages, first)
 
-    def write_pages(self, pages: SequenceOf[int], payload: np.ndarray) -> None:
-        """Write up to TRANSFER_PAGES pages, given as `read_pages` returns them."""
+    def write_pages(self, pages: SequenceOf[int], layers: SequenceOf[np.ndarray]) -> None:
+        """Write up to TRANSFER_PAGES pages, given as an array [TRANSFER_PAGES, elements] for each
+        layer, of which the first rows are used."""
         self._drain()
-        kv, shapes, done = self._state.kv, self.shapes.kv, 0
-        for index, first in enumerate(shapes.alike):
-            place = shapes.staging(TRANSFER_PAGES, 1, first)
-            parts = self._by_device(payload.view(place.dtype))
-            size = place.shape[1] // parts.shape[1]
-            staging = np.zeros(place.shape, place.dtype)
-            staging[: len(pages)] = parts[:, :, done : done + size].reshape(len(pages), -1)
-            staged, done = put(staging, place.sharding), done + size
+        kv, shapes = self._state.kv, self.shapes.kv
+        for index, (first, layer) in enumerate(zip(shapes.alike, layers, strict=True)):
+            staged = put(layer, shapes.staging(TRANSFER_PAGES, 1, first).sharding)
             own = kv[index : index + 1]
             kv[index : index + 1] = self._kinds.scatter(own, pages, staged, first)
 

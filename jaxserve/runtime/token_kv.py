@@ -20,6 +20,7 @@ import numpy as np
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.kv.offload.tiers import Store, Tier
+from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from sharding_rules import HeadLayout
@@ -104,13 +105,18 @@ class TokenKV:
     model, and of the layers that draft for it, if there are any."""
 
     def __init__(
-        self, layouts: Sequence[PageBytesLayout], runner: Runner, stores: Mapping[Tier, Store]
+        self,
+        layouts: Sequence[PageBytesLayout],
+        shapes: ProgramShapes,
+        runner: Runner,
+        stores: Mapping[Tier, Store],
     ) -> None:
         """`layouts` are of the model, and of what drafts for it."""
         self.layouts = tuple(layouts)
         self.page_tokens = layouts[0].page_tokens
         numbers = sum(math.prod(layout.token_shape) for layout in layouts)
         self.page_bytes = self.page_tokens * numbers * layouts[0].dtype.itemsize
+        self._shapes = shapes
         self._runner = runner
         self._stores = stores
 
@@ -134,15 +140,28 @@ class TokenKV:
 
         return read
 
-    def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None:
-        """Writes KV of whole pages, by layout, to up to TRANSFER_PAGES pages of the device. Layers
-        that draft have zeros where it is of the model alone.
+    def to_pages(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Up to TRANSFER_PAGES whole pages with this KV, by layout, for `write`: an array
+        [TRANSFER_PAGES, elements] for each layer on a device. Any thread may call it. Layers that
+        draft have zeros where it is of the model alone.
 
         Raises SnapshotError for KV of another shape or dtype.
         """
         found = [layout.checked(own) for layout, own in zip(self.layouts, tokens)]
+        num_pages = len(found[0])
         for layout in self.layouts[len(found) :]:
-            shape = len(pages), self.page_tokens, *layout.token_shape
-            found.append(np.zeros(shape, layout.dtype))
+            found.append(np.zeros((num_pages, self.page_tokens, *layout.token_shape), layout.dtype))
         parts = [layout.page_bytes(own) for layout, own in zip(self.layouts, found)]
-        self._runner.write_pages(pages, np.concatenate(parts, axis=-1).reshape(len(pages), -1))
+        whole, kv, done, layers = np.concatenate(parts, axis=-1), self._shapes.kv, 0, []
+        for first in kv.alike:
+            place = kv.staging(TRANSFER_PAGES, 1, first)
+            layer = np.zeros(place.shape, place.dtype)
+            own, size = whole.view(place.dtype), layer.shape[1] // whole.shape[1]
+            layer[:num_pages] = own[:, :, done : done + size].reshape(num_pages, -1)
+            layers.append(layer)
+            done += size
+        return layers
+
+    def write(self, pages: Sequence[int], content: Sequence[np.ndarray]) -> None:
+        """Writes the first of what `to_pages` returns to these pages of the device."""
+        self._runner.write_pages(pages, content)

@@ -20,9 +20,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jaxserve.core.errors import EngineClosedError, SnapshotError
+from jaxserve.core.process.signals import STOPPED
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.snapshot.files import discard
-from jaxserve.resume import STOPPED
 from jaxserve.server.app import AppSettings, create_app
 from jaxserve.server.http.connections import ConnectionLimits, HttpConnection
 from jaxserve.server.http.listening import Tls, address_of

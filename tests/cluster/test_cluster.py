@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 from server_process import CONTEXT, ServerProcess, prompt_of, write_chat_model
 
 from jaxserve.cli import main
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, DistributedError, MissingDependencyError
 from jaxserve.core.settings.config import EngineConfig
 
 pytestmark = pytest.mark.cluster
@@ -328,6 +329,21 @@ def test_more_replicas_than_devices_are_refused():
         share(EngineConfig(), 3, two, [two])
     with pytest.raises(ConfigError, match="leave it out"):
         load_replicas(EngineConfig(devices=(0,)), 2)
+
+
+def test_a_ray_that_replicas_cannot_use_is_refused():
+    from jaxserve.cluster.replicas.ray_replicas import check_ray
+
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    major, minor = map(int, re.findall(r"ray>=(\d+)\.(\d+)", project.read_text())[0])
+    check_ray(f"{major}.{minor}.0rc1")
+    with pytest.raises(MissingDependencyError, match=f"ray {major}.{minor} or newer"):
+        check_ray(f"{major}.{minor - 1}.0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_ray(address=address)
+    with pytest.raises(DistributedError, match=f"RAY_ADDRESS is {address}, where no Ray cluster"):
+        check_ray(address=address)
 
 
 def test_gpus_are_divided(monkeypatch):

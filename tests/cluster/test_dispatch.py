@@ -41,6 +41,14 @@ def test_tenants_and_salts_have_no_page_in_common():
     assert len({page_hashes(range(8), PAGE, *name)[0] for name in names}) == len(names)
 
 
+def test_without_a_prefix_cache_samples_alone_share_pages():
+    load = loads()[0]
+    load.add("a", Demand.of(2 * PAGE + 1, None, PAGE, 3))
+    load.add("b", Demand.of(2 * PAGE + 1, None, PAGE))
+    assert load.num_used_pages == load.num_pages_to_move == 2 + 3 + 2 + 1
+    assert not len(load.cached)
+
+
 def test_requests_spread_while_nothing_is_cached():
     replicas = loads(3)
     places = []

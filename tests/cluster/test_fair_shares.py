@@ -92,7 +92,7 @@ def test_who_comes_late_has_no_credit_and_who_comes_back_no_debt_forgiven():
     shares.exchange(0, {"a": 500}, [])
     shares.exchange(0, {}, ["a"])
     assert shares.counters == {"a": 1600, "b": 1100}
-    shares.forget(1)
+    shares.keep({0})
     shares.exchange(0, {"a": 1}, ["a", "c"])
     assert shares.counters["c"] == 1601  # `b` waits no more.
 

@@ -120,6 +120,16 @@ def test_a_second_signal_kills_at_once(launch):
     assert ended(pids)
 
 
+def test_hosts_that_were_stopped_leave_together(launch):
+    """One that has more to do is not ended by JAX because host 0 is gone."""
+    job = launch(
+        PRINT_SUM + "import time\ntime.sleep(3 * jax.process_index())\nsys.exit(75)", "--hosts=2"
+    )
+    status, _ = job.end()
+    assert status == 75, job.stderr
+    assert "host 1 failed with exit status 75" in job.stderr, job.stderr
+
+
 def test_hosts_end_when_the_launcher_is_killed(launch):
     job = launch(SUM_FOREVER, "--hosts=2")
     pids = job.pids(2)

@@ -21,6 +21,7 @@ from jaxserve.engine.snapshot import kv as snapshot_kv
 from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.engine.snapshot.saved_kv import SavedKV
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -110,6 +111,17 @@ def test_only_the_newest_token_is_computed_again(llama, alone, engines):
     assert computed == 1
 
 
+def test_kv_that_was_converted_goes_after_the_pages_that_are_cached(llama, alone, engines):
+    source, target = engines
+    prompt = llama.prompts[-1]
+    target.generate({"prompt_token_ids": prompt[: len(prompt) // 2]}, GREEDY, use_tqdm=False)
+    stream = begun(source, prompt, SEEDED, 12)
+    parts = target.engine.migration.received(source.export_request(stream.request_id))
+    stream.close()
+    computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
+    assert token_ids(output) == alone.tokens(prompt, SEEDED) and computed == 1
+
+
 @pytest.mark.parametrize("kind", ["seeded", "several"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for, kind, caching):
@@ -118,9 +130,10 @@ def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for
     source = kv_llm_for(**SWAPPING)
     target = kv_llm_for(page_size=2 * PAGE_SIZE, enable_prefix_caching=caching)
     stream = begun(source, prompt, params, 5)
-    target.engine.migration.stage_request(
-        source.engine.migration.export_request(stream.request_id), "moved"
-    )
+    parts = source.engine.migration.export_request(stream.request_id)
+    if caching:  # It makes no difference.
+        parts = target.engine.migration.received(parts)
+    target.engine.migration.stage_request(parts, "moved")
     held = [len(output.seq.output_token_ids) for output in stream.request.sequence_outputs]
     for _ in range(3):
         source.engine.step()
@@ -160,7 +173,8 @@ def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for,
         assert before == output.seq.num_written
         parts = list(source.engine.migration.export_request(stream.request_id, start=staged[-1]))
         exported += sum(rows_of(parts))
-        staged.append(migration.stage_request(parts, "moved"))
+        received = migration.received(parts) if caching else parts
+        staged.append(migration.stage_request(received, "moved"))
         whole = before - before % PAGE_SIZE if before < len(prompt) else before
         assert staged[-1] == whole
     assert len(staged) > 4 and sorted(set(staged)) == staged
@@ -312,7 +326,7 @@ def test_kv_comes_in_parts_and_is_freed_as_it_is_written(llama, alone, engines, 
     most = 0
     readers = []
 
-    class Reader(snapshot_kv.SavedKV):
+    class Reader(SavedKV):
         def __init__(self, reader, **options):
             super().__init__(reader, **options)
             readers.append(reader)
@@ -440,4 +454,4 @@ def test_kv_of_another_shape_is_refused(llama, engines):
     pages = target.engine._page_transfers.token_kv()
     with pytest.raises(SnapshotError, match="float16"):
         shape = 1, 2 * PAGE_SIZE, *pages.layouts[0].token_shape
-        pages.write([1], [np.zeros(shape, np.float16)])
+        pages.to_pages([np.zeros(shape, np.float16)])

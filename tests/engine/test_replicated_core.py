@@ -8,20 +8,22 @@ import signal
 
 import pytest
 
-from jaxserve.core.errors import DistributedError, EngineClosedError
+from jaxserve.core.errors import DistributedError, EngineClosedError, SnapshotError
+from jaxserve.core.process.signals import STOPPED
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.replication.log import ReplicatedLog
-from jaxserve.resume import STOPPED, resumable
+from jaxserve.resume import resumable
 
 
 class Hosts:
-    """Two hosts within this process, of which host 0 agrees to all that host 1 says."""
+    """Two hosts within this process. Host 0 agrees to what host 1 says, but for `host_0_says`."""
 
     num_hosts = 2
 
     def __init__(self, host, entries):
         self.host, self.entries = host, entries
         self.values = {}
+        self.host_0_says = {}
         self.num_bounded = 0
 
     def publish(self, number, entry):
@@ -32,7 +34,7 @@ class Hosts:
 
     def gather(self, name, value, what_for):
         self.values[name] = value
-        return [value, value]
+        return [self.host_0_says.get(name, lambda same: same)(value), value]
 
     def forget(self, name):
         del self.values[name]
@@ -88,3 +90,28 @@ def test_an_engine_that_is_out_of_step_stops(job, tmp_path):
         llm.snapshot(tmp_path)
     with pytest.raises(EngineClosedError, match="host 0 does restore"):
         llm.engine.step()
+
+
+@pytest.mark.parametrize("fails", ["this host", "host 0"])
+def test_a_restore_for_which_one_host_cannot_read_kv_fails_on_all(job, llama, tmp_path, fails):
+    """With an error that names the file, before the KV is written on any."""
+    first, llm, hosts = job
+    with llama.load() as other:
+        stream = other.stream({"prompt_token_ids": llama.prompts[-2]})
+        for _ in range(3):
+            other.engine.step()
+        other.snapshot(tmp_path)
+        stream.close()
+    (kv,) = tmp_path.glob("*kv-00000.safetensors")
+    first.next_entry(0, joint=["restore", str(tmp_path)])
+    if fails == "this host":
+        hosts.host_0_says["agreed/2"] = lambda _: kv.unlink()  # It was whole at the beginning.
+    else:
+        hosts.host_0_says["agreed/3"] = lambda _: f"{kv} cannot be read"
+    with pytest.raises(SnapshotError, match=f"{kv} cannot be read"):
+        llm.restore(tmp_path)
+    (said,) = hosts.values.values()
+    assert (said is not None and "cannot be read" in said) == (fails == "this host")
+    assert hosts.num_bounded == 1 and not llm.has_work
+    first.next_entry(0)
+    llm.engine.step()

@@ -28,10 +28,11 @@ class Demand:
 
     Attributes:
         hashes: of the full pages of its prompt, see `page_hashes`.
-        num_tail: tokens of its prompt after those pages.
+        num_tail: tokens of its prompt after those pages and `num_unhashed`.
         num_sequences: its samples, each of which has its own pages after those of the prompt.
         num_output: tokens that it has generated, of all samples.
         priority: lower ones run first; below 0, the default, it is high.
+        num_unhashed: full pages of its prompt that its samples alone share: without a prefix cache.
     """
 
     hashes: tuple[bytes, ...]
@@ -39,19 +40,22 @@ class Demand:
     num_sequences: int = 1
     num_output: int = 0
     priority: int = 0
+    num_unhashed: int = 0
 
     @classmethod
     def of(
         cls,
         num_tokens: int,
-        hashes: tuple[bytes, ...],
+        hashes: tuple[bytes, ...] | None,
         page_size: int,
         num_sequences: int = 1,
         priority: int = 0,
     ) -> Self:
-        """That of a prompt of `num_tokens` whose full pages have `hashes`."""
-        num_tail = num_tokens - page_size * len(hashes)
-        return cls(hashes, num_tail, num_sequences, priority=priority)
+        """That of a prompt of `num_tokens` whose full pages have `hashes`; None without a prefix
+        cache."""
+        num_full, num_tail = divmod(num_tokens, page_size)
+        num_unhashed = num_full if hashes is None else 0
+        return cls(hashes or (), num_tail, num_sequences, 0, priority, num_unhashed)
 
     def grown(self, num_tokens: int) -> Demand:
         """The demand after `num_tokens` more tokens."""
@@ -60,7 +64,7 @@ class Demand:
     def own_pages(self, page_size: int) -> int:
         """Pages beyond those of `hashes`."""
         length = self.num_tail + math.ceil(self.num_output / self.num_sequences)
-        return self.num_sequences * max(1, math.ceil(length / page_size))
+        return self.num_unhashed + self.num_sequences * max(1, math.ceil(length / page_size))
 
 
 class ReplicaLoad:

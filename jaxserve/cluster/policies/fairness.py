@@ -45,6 +45,6 @@ class FairShares:
             if tenant in waits or counter > self._level
         }
 
-    def forget(self, replica: Hashable) -> None:
-        """Takes back what tenants wait at a replica that is lost."""
-        self._waiting.pop(replica, None)
+    def keep(self, replicas: Collection[Hashable]) -> None:
+        """Takes back what tenants wait at any other replica: it was lost, or removed."""
+        self._waiting = {each: self._waiting[each] for each in self._waiting.keys() & replicas}

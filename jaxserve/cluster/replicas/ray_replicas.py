@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,12 @@ from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.cluster.router import Router
 from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.errors import ConfigError, DistributedError, ReplicaLostError
+from jaxserve.core.errors import (
+    ConfigError,
+    DistributedError,
+    MissingDependencyError,
+    ReplicaLostError,
+)
 from jaxserve.core.process.extras import extra
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.settings.config import EngineConfig
@@ -28,6 +34,9 @@ with extra("cluster"):
     import ray
     from ray.exceptions import RayError, RayTaskError
 
+_OLDEST_RAY = (2, 60)
+"""As pyproject.toml has it."""
+_CONNECT_S = 10.0
 _RESTART_S = 120.0
 """How long Ray has to start a process in the place of one that has ended."""
 
@@ -89,6 +98,31 @@ def load_replicas(
 
     scaler = None if min_replicas is None else Autoscaler(min_replicas, num_replicas)
     return Router(start, config, watchdog_timeout, ray.shutdown, num_prefill, scaler)
+
+
+def check_ray(version: str = ray.__version__, address: str | None = None) -> None:
+    """Checks Ray's version, and RAY_ADDRESS unless another `address` is given.
+
+    Raises MissingDependencyError for a Ray that is older than replicas need, DistributedError for
+    an address that no process listens on, to which Ray tries to connect for minutes.
+    """
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_RAY:
+        oldest = ".".join(map(str, _OLDEST_RAY))
+        raise MissingDependencyError(
+            f"replicas need ray {oldest} or newer, and {version} is installed; run: pip install "
+            "--upgrade 'jaxserve[cluster]'"
+        )
+    address = os.environ.get("RAY_ADDRESS", "") if address is None else address
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # "auto", "local" or none.
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise DistributedError(
+            f"RAY_ADDRESS is {address}, where no Ray cluster answers ({error}); run `ray start "
+            "--head` there, or unset it to start one here."
+        ) from error
 
 
 def share(

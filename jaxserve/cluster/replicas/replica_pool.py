@@ -137,8 +137,9 @@ class ReplicaPool:
         for index, info in enumerate(infos):
             self._check_alike(index, info, self._config)
         self.requests.page_size = self.info.config.page_size
+        caches = self.requests.caches_prefixes = self.info.config.enable_prefix_caching
         windowed = any(self.info.model.sliding_windows)  # Their pages do not hold all layers.
-        self.requests.shares_prefixes = self.info.config.enable_prefix_caching and not windowed
+        self.requests.shares_prefixes = caches and not windowed
         for index, (client, info) in enumerate(zip(clients, infos)):
             process = await client.get_process()
             _log.info("replica %d is ready: %s", index, process)

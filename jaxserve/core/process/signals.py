@@ -4,10 +4,14 @@ main thread."""
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+STOPPED = os.EX_TEMPFAIL
+"""Exit status of a process that SIGTERM stopped with work left: restart it."""
 
 Handler = Callable[[int, FrameType | None], object]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence, SharedPrefix
@@ -12,35 +11,16 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader
-from jaxserve.engine.snapshot.kv import Prefix, SavedKV, kv_entries, prefixes_of
+from jaxserve.engine.snapshot.kv import Prefix, kv_entries, prefixes_of
 from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
+from jaxserve.engine.snapshot.saved_kv import SavedKV
+from jaxserve.engine.snapshot.together import OneHost
 
 if TYPE_CHECKING:
     from jaxserve.engine.replication.core import ReplicatedCore
     from jaxserve.runtime.device_page_transfers import DevicePageTransfers
-
-
-_T = TypeVar("_T")
-
-
-class OneHost:
-    """What `ReplicatedCore` has for what all hosts do together, where there is one host."""
-
-    leads = True
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-
-    def jointly(self, action: list[Any], run: Callable[[int], _T]) -> _T:
-        return run(self._core.log.now())
-
-    def agreed(self, value: Any) -> list[Any]:
-        return [value]
-
-    def bounded(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class EngineAccess:
@@ -125,7 +105,12 @@ class EngineAccess:
 
     def saved(self, reader: SnapshotReader | PartReader) -> SavedKV:
         """The KV of a snapshot. That of another engine's drafter is not used."""
-        return SavedKV(reader, with_drafts=self.facts.can_use_draft_kv(reader.facts))
+        return SavedKV(
+            reader,
+            pages=self.page_transfers.token_kv(),
+            hosts=self.hosts,
+            with_drafts=self.facts.can_use_draft_kv(reader.facts),
+        )
 
 
 def states_of(reader: SnapshotReader | PartReader) -> list[RequestSnapshot]:

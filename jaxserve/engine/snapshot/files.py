@@ -141,7 +141,7 @@ class SnapshotReader:
 
     Attributes:
         facts: what its engine said of itself.
-        stamp: tells it from others.
+        checksum: of its manifest, which tells it from others.
     """
 
     in_order = False
@@ -151,7 +151,9 @@ class SnapshotReader:
         """Raises SnapshotError when there is no snapshot, or it is newer or damaged."""
         self.directory = Path(directory)
         try:
-            manifest = json.loads((self.directory / MANIFEST).read_bytes())
+            written = (self.directory / MANIFEST).read_bytes()
+            self.checksum = zlib.crc32(written)
+            manifest = json.loads(written)
             version = manifest["version"]
             if type(version) is not int or version > VERSION:
                 raise SnapshotError(
@@ -159,10 +161,10 @@ class SnapshotReader:
                     f"jaxserve reads up to {VERSION}; restore it with a newer jaxserve."
                 )
             self.facts: dict[str, Any] = manifest["facts"]
-            self.stamp: str = manifest["stamp"]
+            self._stamp: str = manifest["stamp"]
             self._files: dict[str, dict[str, int]] = manifest["files"]
-            for name, written in self._files.items():
-                self._check(name, written["bytes"], written["crc32"])
+            for name, fields in self._files.items():
+                self._check(name, fields["bytes"], fields["crc32"])
         except FileNotFoundError as error:
             raise SnapshotError(
                 f"there is no complete snapshot in {self.directory}: "
@@ -182,10 +184,16 @@ class SnapshotReader:
         return f"{name}.json" in self._files
 
     def json(self, name: str) -> Any:
-        return json.loads(self._path(f"{name}.json").read_bytes())
+        """Raises SnapshotError when it cannot be read."""
+        path = self._path(f"{name}.json")
+        try:
+            return json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise SnapshotError(f"{path} cannot be read: {error}.") from error
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start .. stop - 1 of an array. Raises RowsMissing when they cannot be read."""
+        """Rows start .. stop - 1 of an array. Raises RowsMissing when it is none of the snapshot's,
+        SnapshotError when they cannot be read."""
         if f"{name}.safetensors" not in self._files:
             raise RowsMissing(f"the snapshot in {self.directory} has no {name}.")
         path = self._path(f"{name}.safetensors")
@@ -193,7 +201,7 @@ class SnapshotReader:
             with safe_open(path, framework="numpy") as file:
                 return file.get_slice(_ROWS)[start:stop]
         except (SafetensorError, OSError) as error:
-            raise RowsMissing(f"{path} cannot be read: {error}.") from error
+            raise SnapshotError(f"{path} cannot be read: {error}.") from error
 
     def forget(self, name: str) -> None:
         """Does nothing: files stay on disk."""
@@ -212,7 +220,7 @@ class SnapshotReader:
             )
 
     def _path(self, name: str) -> Path:
-        return self.directory / Path(f"{self.stamp}-{name}").name
+        return self.directory / Path(f"{self._stamp}-{name}").name
 
 
 def _is_ours(name: str) -> bool:

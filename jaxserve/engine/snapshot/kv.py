@@ -1,27 +1,17 @@
-"""The KV of a snapshot: saving and restoring prefixes.
-
-A saved prefix is its tokens and their KV. On restore it is written to pages and inserted into the
-prefix tree, where sequences find it at admission like any other cached prefix. So a prefix may be
-missing or truncated, for lack of time, disk or pages: then more is recomputed, and nothing else
-changes. Page sizes may differ.
-"""
+"""The KV of a snapshot: prefixes, each its tokens and their KV. `saved_kv.py` restores them."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import operator
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence as EngineSequence
-from jaxserve.engine.snapshot.files import RowsMissing
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
@@ -35,7 +25,7 @@ Place = tuple[Tier, int]
 """A page's tier and number."""
 
 
-_NAMES = "kv", "draft"
+NAMES = "kv", "draft"
 """What the names of arrays begin with: KV of the model, and of layers that draft for it."""
 
 
@@ -53,12 +43,6 @@ class TakeablePages(ReadablePages, Protocol):
     """Pages that may also be read later than they are copied."""
 
     def take(self, pages: Sequence[int]) -> Callable[[], list[np.ndarray]]: ...
-
-
-class WritablePages(Protocol):
-    """As ReadablePages, of the device."""
-
-    def write(self, pages: Sequence[int], tokens: Sequence[np.ndarray]) -> None: ...
 
 
 @dataclasses.dataclass
@@ -143,11 +127,11 @@ def kv_entries(prefixes: Iterable[Prefix], pages: ReadablePages) -> Iterator[tup
         fields = dataclasses.asdict(prefix)
         rows = [numbers[place] * page_tokens for place in fields.pop("places")]
         listed.append(fields | {"rows": rows})
-    named = [(f"{_NAMES[0]}-{file}", stop) for file, stop in files]
+    named = [(f"{NAMES[0]}-{file}", stop) for file, stop in files]
     yield "kv", {"page_tokens": page_tokens, "files": named, "prefixes": listed}
     for (file, _), batch in zip(files, batches):
         read = (pages.read(tier, numbers) for tier, numbers in _transfers(batch))
-        for name, parts in zip(_NAMES, zip(*read)):
+        for name, parts in zip(NAMES, zip(*read)):
             kv = np.concatenate(parts)
             yield f"{name}-{file}", kv.reshape(-1, *kv.shape[2:])
 
@@ -188,143 +172,3 @@ class TakenPages:
             self._takes.popleft()
         found, self._rest = self._rest[: len(pages)], self._rest[len(pages) :]
         return [np.stack(parts) for parts in zip(*found)]
-
-
-class Reader(Protocol):
-    """A snapshot that is being read: a directory, or parts that come `in_order`."""
-
-    in_order: bool
-
-    def json(self, name: str) -> Any: ...
-
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray: ...
-
-    def forget(self, name: str) -> None: ...
-
-
-class SavedKV:
-    """The KV of a snapshot that is being restored."""
-
-    def __init__(self, reader: Reader, *, with_drafts: bool = False) -> None:
-        """`with_drafts`: KV of layers that draft is there, and is used. Raises SnapshotError when
-        the snapshot is damaged."""
-        self._reader = reader
-        self._names = _NAMES if with_drafts else _NAMES[:1]
-        content = reader.json("kv")
-        self._page_tokens: int = content["page_tokens"]
-        self._files: list[tuple[str, int]] = content["files"]
-        self.prefixes: list[dict[str, Any]] = [
-            {"start": 0} | prefix for prefix in content["prefixes"]
-        ]
-        self._last_use: dict[int, int] = {}
-        for number, prefix in enumerate(self.prefixes):
-            self._last_use |= {self._file_of(row): number for row in prefix["rows"]}
-        self._number = 0
-
-    def restore(
-        self,
-        kv: KVManager,
-        pages: WritablePages,
-        table_of: Callable[[dict[str, Any]], PageTable | None],
-        carry_out: Callable[[], None],
-    ) -> None:
-        """Inserts prefixes into the prefix tree; if they can be read in any order the first ones
-        last, so that they are evicted last. `table_of` returns the page table for a prefix, a
-        sequence's own where it has one; None to skip the prefix. `carry_out` dispatches the
-        manager's page operations.
-
-        Raises SnapshotError when rows cannot be read. What was inserted before stays.
-        """
-        if kv.windowed:
-            return
-        room = kv.pool.capacity + sum(tier.num_pages for tier in kv.tiers.values())
-        chosen, seen = [], set()
-        for number, prefix in enumerate(self.prefixes):
-            new = set(prefix["rows"]) - seen
-            room -= kv.pool.pages_for(len(new) * self._page_tokens)
-            if room < 0:
-                break
-            chosen.append((number, prefix))
-            seen |= new
-        for number, prefix in chosen if self._reader.in_order else reversed(chosen):
-            table = table_of(prefix)
-            if table is not None:
-                self._number = number
-                with contextlib.suppress(RowsMissing):
-                    self._put(prefix, table, kv, pages, carry_out)
-
-    def _put(
-        self,
-        prefix: dict[str, Any],
-        table: PageTable,
-        kv: KVManager,
-        pages: WritablePages,
-        carry_out: Callable[[], None],
-    ) -> None:
-        """Writes a prefix to pages, except those already cached, and releases them."""
-        if table.num_host_pages:
-            return
-        num_tokens, page_size = prefix["num_tokens"], kv.pool.page_size
-        match = kv.match_on_device(table, num_tokens)
-        if match.num_tokens < prefix["start"]:
-            return  # What comes before it was evicted.
-        num_pages = kv.pool.pages_for(num_tokens)
-        if not kv.fits(match, num_tokens, 0):
-            return
-        kv.allocate(table, match, num_tokens)
-        carry_out()
-        put_tokens = match.num_tokens
-        try:
-            for first in range(len(match.shared), num_pages, TRANSFER_PAGES):
-                stop = min(first + TRANSFER_PAGES, num_pages)
-                places = first * page_size, min(stop * page_size, num_tokens)
-                tokens = []
-                for rows in self._rows(prefix, *places):
-                    whole = np.zeros(((stop - first) * page_size, *rows.shape[1:]), rows.dtype)
-                    whole[: len(rows)] = rows
-                    tokens.append(whole.reshape(stop - first, page_size, *rows.shape[1:]))
-                pages.write(table.pages[first:stop], tokens)
-                put_tokens = min(stop * page_size, num_tokens)
-        finally:
-            kv.release(table, put_tokens, pin=prefix["request_id"] is not None)
-
-    def _rows(self, prefix: dict[str, Any], start: int, stop: int) -> list[np.ndarray]:
-        """KV [tokens, ...] of tokens start .. stop - 1 of a prefix: of the model and, with drafts,
-        of what drafts for it."""
-        parts = []
-        start, stop = start - prefix["start"], stop - prefix["start"]
-        while start < stop:
-            page, offset = divmod(start, self._page_tokens)
-            count = min(self._page_tokens - offset, stop - start)
-            row = prefix["rows"][page] + offset
-            parts.append(self._row_range(row, count))
-            start += count
-        return [np.concatenate(own) for own in zip(*parts)]
-
-    def _row_range(self, row: int, count: int) -> list[np.ndarray]:
-        """Consecutive rows of one page, and so of one file. Frees the files before it that no later
-        prefix has rows of."""
-        index = self._file_of(row)
-        for earlier in range(index):
-            if self._last_use.get(earlier, 0) <= self._number:
-                for name in self._arrays_of(earlier):
-                    self._reader.forget(name)
-        before, found = self._files[index - 1][1] if index else 0, []
-        for name in self._arrays_of(index):
-            rows = self._reader.rows(name, row - before, row - before + count)
-            if len(rows) != count:
-                raise SnapshotError(f"the snapshot's {name} has too few rows of KV.")
-            found.append(rows)
-        return found
-
-    def _arrays_of(self, index: int) -> list[str]:
-        """The names of the arrays of a file: of the model's KV, and with drafts of theirs."""
-        first, rest = self._files[index][0], self._names[1:]
-        return [first, *(first.replace(_NAMES[0], name, 1) for name in rest)]
-
-    def _file_of(self, row: int) -> int:
-        """The index of the file with a row."""
-        index = bisect_right(self._files, row, key=operator.itemgetter(1))
-        if index == len(self._files):
-            raise SnapshotError(f"the snapshot has no file with row {row} of its KV.")
-        return index

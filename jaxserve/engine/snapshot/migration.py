@@ -11,14 +11,13 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import RequestError, SnapshotError
 from jaxserve.core.process.signals import interrupts_held
-from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.input_processor import prefix_salt
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess, states_of
@@ -26,6 +25,7 @@ from jaxserve.engine.snapshot.kv import Prefix, TakenPages, kv_entries
 from jaxserve.engine.snapshot.parts import PartReader, encode_parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Tables, cached_table
+from jaxserve.engine.snapshot.saved_kv import SavedKV
 from jaxserve.kv.offload.tiers import PageCorruptError, Tier
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
@@ -37,17 +37,21 @@ _MAX_GIVEN_UP = 1024
 """Ids of requests whose KV was given up that are remembered: a stage of it may come later."""
 
 
-def exported_params(parts: Iterable[bytes]) -> SamplingParams:
-    """The sampling parameters of an exported request. Raises SnapshotError for anything else."""
-    return states_of(PartReader(parts))[0].added.params
-
-
 def max_takes(max_prefill_tokens: int, page_size: int, num_pages: int) -> int:
     """Most copies of TRANSFER_PAGES pages that are on the devices at a time, in memory for
     `num_pages` pages beside the pool: those of the prompts of two steps, one of which is read while
     the other is computed."""
     of_step = cdiv(cdiv(max_prefill_tokens, page_size), TRANSFER_PAGES)
     return min(2 * of_step, num_pages // TRANSFER_PAGES)
+
+
+class Received(NamedTuple):
+    """What another engine has exported: a request, unless it is a prefix, and KV, if there is any.
+    `finish` checks the parts that are left."""
+
+    state: RequestSnapshot | None
+    kv: SavedKV | None
+    finish: Callable[[], None]
 
 
 class _Staged(NamedTuple):
@@ -128,7 +132,25 @@ class Migration:
         outputs = () if request is None else request.unfinished
         return next((output.seq.num_written for output in outputs), None)
 
-    def import_request(self, parts: Iterable[bytes], request_id: str | None = None) -> Request:
+    def received(self, parts: Iterable[bytes]) -> Received:
+        """A request or prefix that another engine has exported, checked, and its KV converted to
+        pages of this engine: for `import_request`, `stage_request` or `import_prefix`, which then
+        only write these. Any thread may call it, while steps go on.
+
+        Raises SnapshotError when a part is damaged or missing, or of an engine with another model,
+        vocabulary, dtype or quantization.
+        """
+        self._engine.check_ready()
+        self._engine.check_one_host()
+        received = self._read(parts)
+        if received.kv is not None:
+            received.kv.convert()
+        received.finish()
+        return received
+
+    def import_request(
+        self, parts: Iterable[bytes] | Received, request_id: str | None = None
+    ) -> Request:
         """Add a request that another engine has exported, by default under its id there. It resumes
         where it was, and streams all its deltas again.
 
@@ -138,10 +160,9 @@ class Migration:
         """
         self._engine.check_ready()
         self._engine.check_one_host()
-        reader = PartReader(parts)
-        (request,) = self._engine.restorer.add(
-            self._exported(reader, request_id), finish=reader.finish
-        )
+        received = parts if isinstance(parts, Received) else self._read(parts)
+        contents = self._built(received, request_id)
+        (request,) = self._engine.restorer.add(contents, finish=received.finish)
         return request
 
     def resume_request(self, state: RequestSnapshot) -> Request:
@@ -164,7 +185,7 @@ class Migration:
         (request,) = self._engine.restorer.add(contents, staged.tables)
         return request
 
-    def stage_request(self, parts: Iterable[bytes], request_id: str) -> int:
+    def stage_request(self, parts: Iterable[bytes] | Received, request_id: str) -> int:
         """Take the KV of a request that another engine has exported, while the request runs on
         there: `resume_request` with the tokens that it has by then, under `request_id`, adds it
         here. The KV stays until then, or until `unstage_request`. It may come in several stages,
@@ -178,8 +199,8 @@ class Migration:
         self._engine.check_one_host()
         if request_id in self._given_up:
             raise RequestError(f"the KV of request {request_id!r} was given up here.")
-        reader = PartReader(parts)
-        contents = self._exported(reader, request_id)
+        received = parts if isinstance(parts, Received) else self._read(parts)
+        contents = self._built(received, request_id)
         sequences = [output.seq for output in contents.requests[0].unfinished]
         before = self._staged.get(request_id)
         if before is not None:
@@ -187,7 +208,7 @@ class Migration:
                 seq.salt = before.salt
         self._engine.core.pages_change()
         with interrupts_held():
-            tables = self._engine.restorer.place(contents, reader.finish)
+            tables = self._engine.restorer.place(contents, received.finish)
         self._unstage(request_id)
         self._staged[request_id] = _Staged(sequences[0].salt, tables)
         known = (
@@ -231,7 +252,7 @@ class Migration:
         exported = encode_parts(self._engine.facts.ours, entries)
         return self._while_unchanged(exported, self._engine.core.num_changes)
 
-    def import_prefix(self, parts: Iterable[bytes]) -> int:
+    def import_prefix(self, parts: Iterable[bytes] | Received) -> int:
         """Cache a prefix that another engine has exported, as far as there is room, and return how
         many of its tokens are cached now.
 
@@ -240,15 +261,14 @@ class Migration:
         """
         self._engine.check_ready()
         self._engine.check_one_host()
-        reader = PartReader(parts)
-        self._engine.facts.check_model(reader.facts)
-        self._engine.facts.check_kv(reader.facts)
-        saved = self._engine.saved(reader)
+        received = parts if isinstance(parts, Received) else self._read(parts)
+        if received.kv is None:
+            raise SnapshotError("the parts have no prefix; import those of `export_prefix`.")
         self._engine.core.pages_change()
         with interrupts_held():
-            self._engine.restorer.place(Contents([], saved), reader.finish)
+            self._engine.restorer.place(Contents([], received.kv), received.finish)
         num_tokens = 0
-        for prefix in saved.prefixes:
+        for prefix in received.kv.prefixes:
             table = cached_table(prefix)
             num_tokens += self._engine.core.kv.known(table, prefix["num_tokens"])[1]
         return num_tokens
@@ -281,17 +301,25 @@ class Migration:
                 return
             yield part
 
-    def _exported(self, reader: PartReader, request_id: str | None) -> Contents:
-        """An exported request, named `request_id` if that is not None. It must go on with the same
-        tokens: raises SnapshotError also when this engine computes in another dtype or
-        quantization, of weights or of KV."""
+    def _read(self, parts: Iterable[bytes]) -> Received:
+        """What has been exported, its KV not yet read. A request must go on with the same tokens:
+        raises SnapshotError also when this engine computes in another dtype or quantization, of
+        weights or of KV."""
+        reader = PartReader(parts)
         self._engine.facts.check_model(reader.facts)
         self._engine.facts.check_kv(reader.facts)
-        (state,) = states_of(reader)
+        state = states_of(reader)[0] if reader.has("requests") else None
+        kv = self._engine.saved(reader) if reader.has("kv") else None
+        return Received(state, kv, reader.finish)
+
+    def _built(self, received: Received, request_id: str | None) -> Contents:
+        """A request, named `request_id` if that is not None, with its KV."""
+        state, kv = received.state, received.kv
+        if state is None:
+            raise SnapshotError("the parts have no request; import those of `export_request`.")
         name = request_id or state.added.request_id
         added = dataclasses.replace(state.added, request_id=name)
         requests = self._engine.restorer.built([dataclasses.replace(state, added=added)])
-        saved = self._engine.saved(reader) if reader.has("kv") else None
-        for prefix in saved.prefixes if saved is not None else ():
+        for prefix in () if kv is None else kv.prefixes:
             prefix["request_id"] = name
-        return Contents(requests, saved)
+        return Contents(requests, kv)

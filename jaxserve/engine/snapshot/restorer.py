@@ -13,8 +13,8 @@ from jaxserve.engine.commands import Resume
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot.kv import SavedKV
 from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.engine.snapshot.saved_kv import SavedKV
 from jaxserve.kv.page_table import PageTable
 from jaxserve.text import Tokenizer
 
@@ -142,8 +142,7 @@ class Restorer:
 
         try:
             if contents.kv is not None:
-                pages = self._page_transfers.token_kv()
-                contents.kv.restore(kv, pages, table_of, self._page_transfers.settle)
+                contents.kv.restore(kv, table_of, self._page_transfers.settle)
             finish()
         except BaseException:
             for table in tables.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess, states_of
 from jaxserve.engine.snapshot.files import SnapshotReader, SnapshotWriter, check_writable
 from jaxserve.engine.snapshot.restorer import Contents
+from jaxserve.engine.snapshot.together import agreeing
 from jaxserve.kv.offload.tiers import PageCorruptError
 
 
@@ -93,7 +94,8 @@ class Snapshots:
 
         Raises SnapshotError, before any state changes, when the snapshot is damaged, newer, of
         another model, or has requests that do not fit this engine or whose ids are in use, and
-        OverloadedError when the slots of adapters are taken.
+        OverloadedError when the slots of adapters are taken. Also, with the prefixes before it in
+        the cache, when a file can no longer be read, on any host.
         """
         self._engine.check_ready()
         action = ["restore", str(directory)]
@@ -102,16 +104,18 @@ class Snapshots:
 
     def _restore(self, directory: str | Path, now_us: int) -> list[Request]:
         """Adds the requests of a snapshot, which every host reads, with this time of arrival."""
-        with self._agreeing():
+        hosts = self._engine.hosts
+        with agreeing(hosts):
             reader = SnapshotReader(directory)
             self._engine.facts.check_model(reader.facts)
-        if len(set(self._engine.hosts.agreed(reader.stamp))) > 1:
+        if len(set(hosts.agreed(reader.checksum))) > 1:
             raise SnapshotError(
                 f"{directory} has different snapshots on the hosts; give them all the same."
             )
-        requests = self._engine.restorer.built(states_of(reader), now_us)
-        usable = self._engine.facts.can_use_kv(reader.facts)
-        kv = self._engine.saved(reader) if usable and reader.has("kv") else None
+        with agreeing(hosts):
+            requests = self._engine.restorer.built(states_of(reader), now_us)
+            usable = self._engine.facts.can_use_kv(reader.facts)
+            kv = self._engine.saved(reader) if usable and reader.has("kv") else None
         return self._engine.restorer.add(Contents(requests, kv))
 
     def _write(
@@ -127,7 +131,7 @@ class Snapshots:
         give_up_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
         core, hosts, facts = self._engine.core, self._engine.hosts, self._engine.facts
         writer: SnapshotWriter | None = None
-        with self._agreeing():
+        with agreeing(hosts):
             if directory is not None:
                 writer = SnapshotWriter(directory)
                 writer.add("requests", self._engine.states(requests))
@@ -146,24 +150,9 @@ class Snapshots:
                 if entry is None:
                     break
                 goes_on = writer is None or _added(writer, *entry, give_up_s)
-        with self._agreeing():
+        with agreeing(hosts):
             if writer is not None:
                 writer.commit(facts.ours)
-
-    @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """If the block raises SnapshotError on one host, all hosts raise it."""
-        failure: SnapshotError | None = None
-        try:
-            yield
-        except SnapshotError as error:
-            failure = error
-        said = self._engine.hosts.agreed(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for host, message in enumerate(said):
-            if message is not None:
-                raise SnapshotError(f"on host {host}: {message}")
 
 
 def _added(writer: SnapshotWriter, name: str, content: Any, give_up_s: float) -> bool:
