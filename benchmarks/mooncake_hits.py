@@ -20,8 +20,8 @@ from table import print_table
 from workloads import Job, read_block_trace
 
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PagePool
+from jaxserve.kv.tier import Tier
 from jaxserve.scheduler.scheduler import SchedulerConfig
 from jaxserve.simulator.executor import VirtualClock
 from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker

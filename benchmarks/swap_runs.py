@@ -20,7 +20,7 @@ import numpy as np
 from table import print_table
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 
 POOL_PAGES = 20
 TURN_TOKENS = 96

@@ -185,7 +185,7 @@ class Batch(Common):
 
     def _run_on_replicas(self, run: BatchRun) -> None:
         """Raises BatchError when their answers would not be those of the job."""
-        from jaxserve.cluster.replicas.ray_replicas import load_replicas
+        from jaxserve.cluster.ray_replicas import load_replicas
         from jaxserve.offline.workers import ReplicasWorker, check_answers
 
         _say(f"Loading {self.data_parallel_size} replicas.")

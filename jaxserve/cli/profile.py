@@ -12,7 +12,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.tables import table
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.simulator.profile import Profile as MeasuredProfile
 from jaxserve.simulator.profile import StepSample, fitted

@@ -64,7 +64,7 @@ def check_replicas(num_replicas: int, of_one_engine: Mapping[str, object]) -> No
             "replicas are of one process, which starts them by Ray, and not of a launched job; "
             "leave jaxserve launch out."
         )
-    from jaxserve.cluster.replicas.ray_replicas import check_ray
+    from jaxserve.cluster.ray_replicas import check_ray
 
     check_ray()
 

@@ -195,7 +195,7 @@ class Serve(Common):
 
     def _load(self) -> EngineClient:
         if self.num_replicas > 1:
-            from jaxserve.cluster.replicas.ray_replicas import load_replicas
+            from jaxserve.cluster.ray_replicas import load_replicas
 
             return load_replicas(
                 self.engine,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.pool.replica_pool import ReplicaPool
 from jaxserve.cluster.replicas.replica_client import ReplicaClient
-from jaxserve.cluster.replicas.replica_pool import ReplicaPool
 from jaxserve.cluster.replicas.routed_replica import Submission
 from jaxserve.core.cluster_status import ClusterStatus
 from jaxserve.core.commands import AddRequest

@@ -22,7 +22,7 @@ from jaxserve.cluster.policies.fairness import FairShares
 from jaxserve.cluster.policies.migration import Move, begin_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import Pull, Pulls, plan_pull
-from jaxserve.cluster.scaling import PERIOD_S as SCALE_PERIOD_S
+from jaxserve.cluster.pool.scaling import PERIOD_S as SCALE_PERIOD_S
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
 from jaxserve.kv.page_table import PageTable

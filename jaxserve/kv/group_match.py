@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from jaxserve.core.settings.choices import Preemption
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import GroupMatch, Match, PrefixMatcher
-from jaxserve.kv.node import Node
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.prefix_tree import PrefixTree
+from jaxserve.kv.prefix_cache.node import Node
+from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree
 
 
 class GroupMatcher(PrefixMatcher):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxserve.kv.node import Node, NodeState
-from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import PrefixTree
+from jaxserve.kv.prefix_cache.node import Node, NodeState
+from jaxserve.kv.prefix_cache.node_states import NodeStates
+from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree
 
 
 class PrefixInserter:

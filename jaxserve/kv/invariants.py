@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.node import ON_DEVICE, Node, NodeState
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE, PageError
+from jaxserve.kv.prefix_cache.node import ON_DEVICE, Node, NodeState
+from jaxserve.kv.tier import Tier
 
 
 def check_invariants(manager: KVManager, tables: Iterable[PageTable]) -> None:

@@ -26,16 +26,16 @@ from jaxserve.kv.host_pages import HostKV, HostPages
 from jaxserve.kv.insertion import PrefixInserter
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import Match, PrefixMatcher
-from jaxserve.kv.node import Node, NodeState
-from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.offload.offload_manager import OffloadManager, TransferCounters
 from jaxserve.kv.offload.rates import OffloadRates
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
 from jaxserve.kv.offload.transfers import Operations, Transfer
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
-from jaxserve.kv.prefix_tree import PrefixTree
+from jaxserve.kv.prefix_cache.node import Node, NodeState
+from jaxserve.kv.prefix_cache.node_states import NodeStates
+from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree
+from jaxserve.kv.tier import Tier
 
 
 @dataclasses.dataclass

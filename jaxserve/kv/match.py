@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.core.settings.choices import Preemption
-from jaxserve.kv.node import Node
 from jaxserve.kv.offload.rates import OffloadRates
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
-from jaxserve.kv.prefix_tree import PrefixTree
+from jaxserve.kv.prefix_cache.node import Node
+from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree
+from jaxserve.kv.tier import Tier
 
 
 class GroupMatch(NamedTuple):

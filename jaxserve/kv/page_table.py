@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxserve.kv.node import TOKEN_BYTES, Node
-from jaxserve.kv.prefix_tree import chain_key, pack_tokens, salt_key
+from jaxserve.kv.prefix_cache.node import TOKEN_BYTES, Node
+from jaxserve.kv.prefix_cache.prefix_tree import chain_key, pack_tokens, salt_key
 
 
 class PageTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.kv.manager import KVManager, TierUsage
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 from jaxserve.metrics.metric import Metric
 
 

@@ -12,11 +12,12 @@ from jaxserve.core.events import EventLog
 from jaxserve.kv.host_pages import HostPages
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.rates import OffloadRates
-from jaxserve.kv.offload.tiers import DiskStore, HostStore, Store, Tier
+from jaxserve.kv.offload.tiers import DiskStore, HostStore, Store
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
 from jaxserve.kv.offload.transfers import TRANSFER_SIZES
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import TRASH_PAGE, PagePool
+from jaxserve.kv.tier import Tier
 from jaxserve.runtime.planning.memory import STAGING_BUFFERS
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup.engine_plan import EnginePlan

@@ -19,8 +19,9 @@ import numpy as np
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.kv.offload.tiers import Store, Tier
+from jaxserve.kv.offload.tiers import Store
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.tier import Tier
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from sharding_rules import HeadLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.core.sequence import Sequence, SharedPrefix
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import Node
+from jaxserve.kv.prefix_cache.prefix_tree import Node
 
 
 class SharedPrefixes:

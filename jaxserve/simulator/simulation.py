@@ -23,10 +23,10 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import PagePool
+from jaxserve.kv.tier import Tier
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.scheduler.config import SchedulerConfig

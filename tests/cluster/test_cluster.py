@@ -320,7 +320,7 @@ def test_a_split_by_unknown_step_times_is_refused(capsys, tmp_path, monkeypatch)
 
 
 def test_more_replicas_than_devices_are_refused():
-    from jaxserve.cluster.replicas.ray_replicas import load_replicas, share
+    from jaxserve.cluster.ray_replicas import load_replicas, share
 
     five, two = {"CPU": 5.0}, {"CPU": 2.0}
     assert share(EngineConfig(), 2, five, [five]) == ({"num_cpus": 2}, 2)
@@ -332,7 +332,7 @@ def test_more_replicas_than_devices_are_refused():
 
 
 def test_a_ray_that_replicas_cannot_use_is_refused():
-    from jaxserve.cluster.replicas.ray_replicas import check_ray
+    from jaxserve.cluster.ray_replicas import check_ray
 
     project = Path(__file__).parents[2] / "pyproject.toml"
     major, minor = map(int, re.findall(r"ray>=(\d+)\.(\d+)", project.read_text())[0])
@@ -347,7 +347,7 @@ def test_a_ray_that_replicas_cannot_use_is_refused():
 
 
 def test_gpus_are_divided(monkeypatch):
-    from jaxserve.cluster.replicas.ray_replicas import share
+    from jaxserve.cluster.ray_replicas import share
 
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     config = EngineConfig(tensor_parallel_size=2)

@@ -10,9 +10,9 @@ from tiny_engines import LONGEST
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
+from jaxserve.cluster.pool.scaling import Scaling
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 from jaxserve.cluster.router import Router
-from jaxserve.cluster.scaling import Scaling
 from jaxserve.core.errors import RestartError
 from jaxserve.core.settings.config import EngineConfig
 

@@ -18,7 +18,7 @@ from tiny_engines import LONGEST, Arrival, assert_idle, drive, generate
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,8 +11,8 @@ from tiny_engines import LONGEST, NUM_PAGES, PROMPT_LENGTHS, Arrival, drive, gen
 from jaxserve.core.events import Transferred
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PagePool
+from jaxserve.kv.tier import Tier
 from jaxserve.metrics.kv_metrics import kv_metrics
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=LONGEST, ignore_eos=True)

@@ -8,8 +8,8 @@ import pytest
 from kv_bench import OTHER, PROMPT, Bench
 
 from jaxserve.kv.invariants import check_invariants
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PageError
+from jaxserve.kv.tier import Tier
 
 
 def leak_a_page(bench: Bench) -> None:

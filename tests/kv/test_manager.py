@@ -6,7 +6,7 @@ import pytest
 from kv_bench import OTHER, PROMPT
 from kv_world import Sample
 
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 
 # Finding
 

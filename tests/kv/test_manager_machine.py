@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from kv_world import OPERATIONS, World
 
-from jaxserve.kv import page_table, prefix_tree
-from jaxserve.kv.node import TRANSITIONS
-from jaxserve.kv.node_states import NodeStates
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv import page_table
+from jaxserve.kv.prefix_cache import prefix_tree
+from jaxserve.kv.prefix_cache.node import TRANSITIONS
+from jaxserve.kv.prefix_cache.node_states import NodeStates
+from jaxserve.kv.tier import Tier
 
 NUM_CHOICES = {
     name: len(inspect.signature(getattr(World, name)).parameters) - 1 for name in OPERATIONS

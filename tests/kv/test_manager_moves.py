@@ -7,8 +7,8 @@ from kv_bench import OTHER, PROMPT, Bench
 from kv_world import Sample
 
 from jaxserve.kv.invariants import check_invariants
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.tier import Tier
 
 # Out and back
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve.kv.node import IN_TRANSFER, ON_DEVICE, TRANSITIONS, Node, NodeState
-from jaxserve.kv.node_states import NodeStates
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PageError, PagePool
-from jaxserve.kv.prefix_tree import PrefixTree, pack_tokens
+from jaxserve.kv.prefix_cache.node import IN_TRANSFER, ON_DEVICE, TRANSITIONS, Node, NodeState
+from jaxserve.kv.prefix_cache.node_states import NodeStates
+from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree, pack_tokens
+from jaxserve.kv.tier import Tier
 
 OWNERS = {
     "node.py": set(Node.__slots__),

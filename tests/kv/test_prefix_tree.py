@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.kv import prefix_tree
-from jaxserve.kv.node import Node, NodeState
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import PrefixTree, chain_key, pack_tokens, salt_key
+from jaxserve.kv.prefix_cache import prefix_tree
+from jaxserve.kv.prefix_cache.node import Node, NodeState
+from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree, chain_key, pack_tokens, salt_key
+from jaxserve.kv.tier import Tier
 
 PAGE_SIZE = 4
 

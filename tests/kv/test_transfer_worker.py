@@ -22,13 +22,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scripts import run_script
 
 from jaxserve.core.errors import ConfigError, EngineClosedError
-from jaxserve.kv.offload.tiers import DiskStore, HostStore, Tier
+from jaxserve.kv.offload.tiers import DiskStore, HostStore
 from jaxserve.kv.offload.transfer_worker import (
     TransferError,
     TransferHandle,
     TransferState,
     TransferWorker,
 )
+from jaxserve.kv.tier import Tier
 
 NUM_PAGES, PAGE_BYTES = 8, 64
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -250,7 +251,8 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
         import resource, signal, tempfile
         import numpy as np
         from jaxserve.kv.offload.transfer_worker import TransferState, TransferWorker
-        from jaxserve.kv.offload.tiers import DiskStore, HostStore, Tier
+        from jaxserve.kv.offload.tiers import DiskStore, HostStore
+        from jaxserve.kv.tier import Tier
 
         PAGE = 4096
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -13,7 +13,7 @@ from routed_requests import routed, run
 from tiny_engines import generate
 
 from jaxserve.engine.output_queue import merge
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 
 pytestmark = pytest.mark.real_model
 

@@ -9,7 +9,7 @@ from jaxserve.core.events import Admitted, Collected, Finished, Preempted, Trans
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.simulation import Arrival, LowerTier, Simulation
 from jaxserve.simulator.step_times import LinearTimes

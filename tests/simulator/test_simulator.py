@@ -20,7 +20,7 @@ from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.core.steps.results import PackedStep, StepResults
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.runtime.programs.device_step import DeviceStep
 from jaxserve.runtime.programs.forward.step_work import prefix_cost

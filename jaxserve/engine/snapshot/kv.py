@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxserve.core.sequence import Sequence as EngineSequence
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.prefix_tree import unpack_tokens
+from jaxserve.kv.prefix_cache.prefix_tree import unpack_tokens
+from jaxserve.kv.tier import Tier
 
 _FILE_BYTES = 64 << 20
 """Size of one array of KV: the memory used at a time, and the most lost at a deadline."""

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.kv.node import Node, NodeState
-from jaxserve.kv.node_states import NodeStates
 from jaxserve.kv.offload.rates import OffloadRates
-from jaxserve.kv.offload.tier_pool import TierPool
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue, TransferState
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, Transfer, staged_pages
 from jaxserve.kv.page_table import PageTable
+from jaxserve.kv.prefix_cache.node import Node, NodeState
+from jaxserve.kv.prefix_cache.node_states import NodeStates
+from jaxserve.kv.prefix_cache.tier_pool import TierPool
+from jaxserve.kv.tier import Tier
 
 _MIN_TIMEOUT_US = 50_000
 _DEFAULT_TIMEOUT_US = 1_000_000

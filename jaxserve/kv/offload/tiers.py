@@ -8,7 +8,6 @@ sequence's pages form, the fewer and larger the copies.
 
 from __future__ import annotations
 
-import enum
 import mmap
 import os
 import shutil
@@ -22,14 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.core.errors import ConfigError, JaxserveError
-
-
-class Tier(enum.Enum):
-    """Memory tiers that can hold a page, nearest first."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
+from jaxserve.kv.tier import Tier
 
 
 class PageCorruptError(JaxserveError):

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core.errors import ConfigError, EngineClosedError, JaxserveError
-from jaxserve.kv.offload.tiers import Store, Tier
+from jaxserve.kv.offload.tiers import Store
+from jaxserve.kv.tier import Tier
 
 
 class TransferError(JaxserveError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.kv.node import Node
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.offload.transfer_worker import TransferHandle
 from jaxserve.kv.page_table import PageTable
+from jaxserve.kv.prefix_cache.node import Node
+from jaxserve.kv.tier import Tier
 
 TRANSFER_SIZES = (1, 4, 16)
 """Staging array sizes in pages; gather and scatter programs exist for each size."""

@@ -10,7 +10,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
 from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
 from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.simulator.acceptance import DraftAcceptance

@@ -17,16 +17,16 @@ from jaxserve.cluster.fair_sharing import share_fairly
 from jaxserve.cluster.mover import move_requests
 from jaxserve.cluster.open_requests import OpenRequests, ignore_lost
 from jaxserve.cluster.policies.autoscale import Autoscaler
-from jaxserve.cluster.replicas.pool_metrics import pool_metrics, replica_metrics
+from jaxserve.cluster.pool.pool_metrics import pool_metrics, replica_metrics
+from jaxserve.cluster.pool.resize import Resize, resized
+from jaxserve.cluster.pool.restart import RollingRestart
+from jaxserve.cluster.pool.scaling import Scaling
 from jaxserve.cluster.replicas.replica_client import (
     ReplicaClient,
     ReplicaSilentError,
     wait_until_unresponsive,
 )
-from jaxserve.cluster.replicas.resize import Resize, resized
-from jaxserve.cluster.replicas.restart import RollingRestart
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
-from jaxserve.cluster.scaling import Scaling
 from jaxserve.cluster.tasks import Tasks
 from jaxserve.core.cluster_status import ClusterStatus, Role
 from jaxserve.core.engine_info import EngineInfo

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from jaxserve.kv.node import ON_DEVICE, TRANSITIONS, Node, NodeState
-from jaxserve.kv.offload.tier_pool import TierPool
-from jaxserve.kv.offload.tiers import Tier
 from jaxserve.kv.pages import PageError, PagePool
-from jaxserve.kv.prefix_tree import PrefixTree
+from jaxserve.kv.prefix_cache.node import ON_DEVICE, TRANSITIONS, Node, NodeState
+from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree
+from jaxserve.kv.prefix_cache.tier_pool import TierPool
+from jaxserve.kv.tier import Tier
 
 
 class NodeStates:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from jaxserve.kv.extents import ExtentAllocator
-from jaxserve.kv.node import Node
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.prefix_cache.node import Node
+from jaxserve.kv.tier import Tier
 
 
 class TierPool:

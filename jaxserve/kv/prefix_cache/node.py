@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from jaxserve.kv.offload.tiers import Tier
+from jaxserve.kv.tier import Tier
 
 TOKEN_BYTES = 4
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from jaxserve.kv.node import TOKEN_BYTES, Node
+from jaxserve.kv.prefix_cache.node import TOKEN_BYTES, Node
 
 _tokens = attrgetter("tokens")
 

@@ -1,0 +1,1 @@
+"""The replicas of a router: loaded, lost, restarted, resized, added and removed."""

@@ -1,0 +1,1 @@
+"""Which tokens lie on which pages, and in which tier: the tree of cached prefixes."""
