@@ -9,10 +9,17 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from exhaustive import combination
 from tiny_engines import CONTEXT, TinyModel
+
+from jaxserve.models.drafters import eagle
+from jaxserve.models.loading.drafters.eagle import save_layer
 
 pytestmark = pytest.mark.meshes
 
@@ -49,6 +56,8 @@ with LLM(**settings) as llm:
     print(json.dumps(tokens(llm.generate(prompts, greedy, use_tqdm=False))), flush=True)
     sampled = SamplingParams(temperature=1, n=2, max_tokens=5, ignore_eos=True)
     print(json.dumps(tokens(llm.generate(prompts, sampled, use_tqdm=False))), flush=True)
+    accepted = llm.get_metrics()["vllm:spec_decode_num_accepted_tokens_total"].value
+    print("accepted", int(accepted), flush=True)
     if role == "lingers":
         time.sleep(20)
     while role == "goes on":
@@ -104,18 +113,38 @@ def answers(stdout):
     return [json.loads(line) for line in stdout.splitlines() if line.startswith("[[")]
 
 
+def drafter(method: str, model: TinyModel, directory: Path) -> dict[str, Any]:
+    """A speculative_config. By "eagle", whose layer is random, each step has as many drafts as
+    host 0 finds best."""
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        return drafts | {"model": str(model.path)}
+    if method == "eagle":
+        config, rng = eagle.layer_for(model.config), np.random.default_rng(6)
+        specs = eagle.param_specs(config, biased=True)
+        layer = jax.tree.map(lambda spec: np.float32(rng.normal(0, 0.2, spec.shape)), specs)
+        save_layer(directory, config, layer)
+        return drafts | {"model": str(directory), "num_speculative_tokens": "auto"}
+    return drafts | {"prompt_lookup_min": 1}
+
+
 @pytest.mark.parametrize(
-    "roles, settings",
+    "roles, settings, method",
     [
-        combination(("leads", "follows"), {"tensor_parallel_size": 2}),
+        combination(("leads", "follows"), {"tensor_parallel_size": 2}, "eagle"),
         (
             ("leads", "does the same", "is slow", "follows"),
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "ngram",
         ),
-        (("leads", "is slow"), {"devices": 2, "context_parallel_size": 4}),
+        (("leads", "is slow"), {"devices": 2, "context_parallel_size": 4}, "draft_model"),
     ],
 )
-def test_the_tokens_of_one_process(llama, roles, settings):
+def test_the_tokens_of_one_process(llama, tmp_path, roles, settings, method):
+    """With drafts, some of which are accepted."""
+    most = 7 if method == "eagle" else 3
+    settings |= {"max_num_batched_tokens": 2 * (1 + most) + 16}
+    settings |= {"speculative_config": drafter(method, llama, tmp_path)}
     with Job(llama, roles, **settings) as job:
         ended = job.ends()
     expected = [llama.answer(index, MAX_TOKENS, ignore_eos=True) for index in PROMPTS]
@@ -126,6 +155,7 @@ def test_the_tokens_of_one_process(llama, roles, settings):
         else:
             assert status == 0, stderr[-3000:]
             assert answers(stdout) == [expected, sampled]
+            assert int(stdout.rsplit("accepted ", 1)[1]) > 0
 
 
 @pytest.mark.parametrize(
