@@ -1,7 +1,7 @@
 """Steps and tokens a second with speculation and without, and whether the tokens are the same.
 
     python benchmarks/speculation.py [MODEL] [--drafter JSON ...] [--streams 1 4] [--tokens 48]
-                                     [--prompts KIND ...]
+                                     [--prompts KIND ...] [--dtype DTYPE]
 
 An engine without speculation and one for each drafter (a `speculative_config`; by default prompt
 lookup and the first 24 layers of the model) serve the same requests: prompts to copy from, tables
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--prompts", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--dtype", help="of weights, activations and KV")
     options = parser.parse_args()
     most = max(options.streams)
     lengths = [SpeculativeConfig.of(config).lengths[-1] for config in options.drafter]
@@ -79,6 +80,7 @@ def main() -> None:
         "max_num_seqs": most,
         "max_model_len": 512,
         "max_num_batched_tokens": most * (1 + max(lengths)) + 64,
+        "dtype": options.dtype,
     }
     if options.model is not None:
         settings["model"] = options.model
@@ -87,6 +89,7 @@ def main() -> None:
             stack.enter_context(LLM(**settings, speculative_config=config))
             for config in (None, *options.drafter)
         ]
+        dtype = engines[0].engine.plan.config.dtype
         rows = [
             measure(engines, kind, heat, streams, options.tokens)
             for streams in options.streams
@@ -97,8 +100,8 @@ def main() -> None:
     for config in options.drafter:
         columns += [f"{SpeculativeConfig.of(config).method}, tok/s", "ratio", "steps"]
     device = jax.devices()[0].device_kind
-    title = f"{options.tokens} tokens a request or those of a form"
-    print_table(f"{title}, equal tokens, {device}", columns, rows)
+    title = f"{options.tokens} tokens a request or those of a form, equal tokens, {dtype}"
+    print_table(f"{title}, {device}", columns, rows)
 
 
 def measure(

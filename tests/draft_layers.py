@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kv_engines import first_path, prefilled
-from tiny_engines import CONTEXT, PAGE_SIZE, Arrival, TinyModel, drive
+from tiny_checkpoints import write_hf
+from tiny_engines import CONTEXT, PAGE_SIZE, Arrival, TinyModel, drive, member
 
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -117,3 +119,35 @@ Slot = Sequence[Any]
 
 def slots(engine: Engine) -> list[Slot]:
     return list(zip(*map(np.asarray, jax.tree.leaves(engine._runner._state.speculation))))
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPCheckpoint:
+    """A model's fields and tensors. Its last layer, of an index beyond the others', is the one for
+    a further token, with what is before and after it in `own`."""
+
+    raw: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+    own: dict[str, np.ndarray]
+
+    @property
+    def all_tensors(self) -> dict[str, np.ndarray]:
+        index = self.raw["num_hidden_layers"]
+        own = {f"model.layers.{index}.{name}.weight": each for name, each in self.own.items()}
+        return self.tensors | own
+
+    def write(self, path: Path, **fields: Any) -> Path:
+        return write_hf(path, self.raw | fields, self.all_tensors)
+
+
+def mtp_checkpoint() -> MTPCheckpoint:
+    raw, tensors = member("deepseek_v3")
+    raw["num_hidden_layers"] -= 1  # The last one has the tensors of the layer for a further token.
+    size, rng = raw["hidden_size"], np.random.default_rng(1)
+    names = ("enorm", "hnorm", "shared_head.norm")
+    own = {name: (1 + 0.3 * rng.normal(size=size)).astype(np.float32) for name in names}
+    own["eh_proj"] = rng.normal(0, size**-0.5, (size, 2 * size)).astype(np.float32)
+    # Copies of the model's own, which are not read.
+    own["embed_tokens"] = np.full_like(tensors["model.embed_tokens.weight"], np.nan)
+    own["shared_head.head"] = np.full_like(tensors["lm_head.weight"], np.nan)
+    return MTPCheckpoint(raw, tensors, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,6 +101,15 @@ def model(kind: str) -> ModelConfig:
 def test_a_context_beyond_the_models_is_refused(kind):
     with pytest.raises(ConfigError, match=r"max_model_len is 256.*at most 128"):
         EngineConfig(max_model_len=256).resolve(model(kind), "cpu")
+
+
+@pytest.mark.parametrize("drafts", [15, "auto"])
+def test_more_drafts_than_the_context_has_tokens_are_refused(drafts):
+    speculation = {"method": "ngram", "num_speculative_tokens": drafts}
+    config = EngineConfig(max_model_len=7, speculative_config=speculation)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens .* is 7; draft at most 6"):
+        config.resolve(model("default"), "cpu")
+    dataclasses.replace(config, max_model_len=16).resolve(model("default"), "cpu")
 
 
 def test_other_names_of_dtypes():

@@ -9,10 +9,17 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from exhaustive import combination
 from tiny_engines import CONTEXT, TinyModel
+
+from jaxserve.models.drafters import eagle
+from jaxserve.models.loading.drafters.eagle import save_layer
 
 pytestmark = pytest.mark.meshes
 
@@ -41,7 +48,8 @@ with LLM(**settings) as llm:
     print("ready", flush=True)
     if role == "follows":
         llm.engine.follow()
-        sys.exit("followed to the end" if not llm.engine.has_work else "left too early")
+        left = llm.get_metrics()["vllm:num_requests_running"].value
+        sys.exit("left too early" if left else "followed to the end")
     if role == "is slow":
         step = llm.engine.step
         llm.engine.step = lambda: time.sleep(0.05) or step()
@@ -49,6 +57,9 @@ with LLM(**settings) as llm:
     print(json.dumps(tokens(llm.generate(prompts, greedy, use_tqdm=False))), flush=True)
     sampled = SamplingParams(temperature=1, n=2, max_tokens=5, ignore_eos=True)
     print(json.dumps(tokens(llm.generate(prompts, sampled, use_tqdm=False))), flush=True)
+    counts, name = llm.get_metrics(), "vllm:spec_decode_num_{}_tokens_total"
+    drafted, accepted = (int(counts[name.format(kind)].value) for kind in ("draft", "accepted"))
+    print(f"drafted {drafted} accepted {accepted}", flush=True)
     if role == "lingers":
         time.sleep(20)
     while role == "goes on":
@@ -104,22 +115,47 @@ def answers(stdout):
     return [json.loads(line) for line in stdout.splitlines() if line.startswith("[[")]
 
 
+def speculation(method: str, model: TinyModel, directory: Path) -> dict[str, Any]:
+    """Settings of an engine with drafts. By "eagle", whose layer is random, each step has as many
+    as host 0 finds best."""
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        drafts["prompt_lookup_min"] = 1
+    elif method == "layer_skip":
+        drafts["num_layers"] = model.config.num_layers
+    elif method == "draft_model":
+        drafts["model"] = str(model.path)
+    else:
+        config, rng = eagle.layer_for(model.config), np.random.default_rng(6)
+        specs = eagle.param_specs(config, biased=True)
+        layer = jax.tree.map(lambda spec: np.float32(rng.normal(0, 0.2, spec.shape)), specs)
+        save_layer(directory, config, layer)
+        drafts |= {"model": str(directory), "num_speculative_tokens": "auto"}
+    budget = 2 * (8 if method == "eagle" else 4) + 16
+    return {"speculative_config": drafts, "max_num_batched_tokens": budget}
+
+
+TP2 = {"tensor_parallel_size": 2}
+TP2_PP2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+CP4 = {"devices": 2, "context_parallel_size": 4}
+CP2_PP2 = {"devices": 2, "context_parallel_size": 2, "pipeline_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    "roles, settings",
+    "roles, settings, method",
     [
-        combination(("leads", "follows"), {"tensor_parallel_size": 2}),
-        combination(
-            ("leads", "does the same", "is slow", "follows"),
-            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-        ),
-        combination(("leads", "is slow"), {"devices": 2, "context_parallel_size": 4}),
-        (
-            ("leads", "is slow"),
-            {"devices": 2, "context_parallel_size": 2, "pipeline_parallel_size": 2},
-        ),
+        combination(("leads", "follows"), TP2, "eagle"),
+        combination(("leads", "follows"), TP2, "layer_skip"),
+        combination(("leads", "does the same", "is slow", "follows"), TP2_PP2, None),
+        combination(("leads", "follows", "is slow", "does the same"), TP2_PP2, "ngram"),
+        (("leads", "is slow"), CP2_PP2, None),
+        combination(("leads", "is slow"), CP4, "draft_model"),
     ],
 )
-def test_the_tokens_of_one_process(llama, roles, settings):
+def test_the_tokens_of_one_process(llama, tmp_path, roles, settings, method):
+    """Without drafts and with them."""
+    if method is not None:
+        settings = settings | speculation(method, llama, tmp_path)
     with Job(llama, roles, **settings) as job:
         ended = job.ends()
     expected = [llama.answer(index, MAX_TOKENS, ignore_eos=True) for index in PROMPTS]
@@ -130,6 +166,7 @@ def test_the_tokens_of_one_process(llama, roles, settings):
         else:
             assert status == 0, stderr[-3000:]
             assert answers(stdout) == [expected, sampled]
+            assert ("drafted 0" in stdout) == (method is None)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
-from typing import Any
 
-import family_members
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from draft_layers import Layer, Reference, check_moved, slots
+from draft_layers import Layer, MTPCheckpoint, Reference, check_moved, mtp_checkpoint, slots
 from kv_engines import Preempter, token_ids
 from tiny_checkpoints import write_hf
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
@@ -25,38 +21,11 @@ DRAFTS = 3
 PLAIN = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 FEW = dataclasses.replace(PLAIN, temperature=1.0, seed=3, allowed_token_ids=(7, 8, 9))
 DRAFTER = {"method": "mtp", "num_speculative_tokens": DRAFTS}
-GOLDEN = Path(__file__).parents[1] / "models" / "golden" / "families.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A model's fields and tensors. Its last layer, of an index beyond the others', is the one for
-    a further token, with what is before and after it in `own`."""
-
-    raw: dict[str, Any]
-    tensors: dict[str, np.ndarray]
-    own: dict[str, np.ndarray]
-
-    def write(self, path: Path, **fields: Any) -> Path:
-        index = self.raw["num_hidden_layers"]
-        own = {f"model.layers.{index}.{name}.weight": each for name, each in self.own.items()}
-        return write_hf(path, self.raw | fields, self.tensors | own)
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    member = json.loads(GOLDEN.read_text(encoding="utf-8"))["members"]["deepseek_v3"]
-    raw, shapes = member["config"], member["shapes"]
-    raw["num_hidden_layers"] -= 1  # The last one has the tensors of the layer for a further token.
-    size, rng = raw["hidden_size"], np.random.default_rng(1)
-    names = ("enorm", "hnorm", "shared_head.norm")
-    own = {name: (1 + 0.3 * rng.normal(size=size)).astype(np.float32) for name in names}
-    own["eh_proj"] = rng.normal(0, size**-0.5, (size, 2 * size)).astype(np.float32)
-    tensors = family_members.tensors(shapes)
-    # Copies of the model's own, which are not read.
-    own["embed_tokens"] = np.full_like(tensors["model.embed_tokens.weight"], np.nan)
-    own["shared_head.head"] = np.full_like(tensors["lm_head.weight"], np.nan)
-    return Checkpoint(raw, tensors, own)
+def checkpoint() -> MTPCheckpoint:
+    return mtp_checkpoint()
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from exhaustive import combination, combinations_but, exhaustive
 from mesh_engines import load, on_mesh, write_llama
-from mesh_workload import check_answers, check_greedy
-from tiny_engines import TinyModel
+from mesh_workload import check_answers, check_greedy, tokens
+from tiny_checkpoints import CONFIG
+from tiny_engines import Arrival, TinyModel, drive
 
+from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.models.drafters import eagle, eagle3
 from jaxserve.models.drafters.eagle3 import Eagle3Config
 from jaxserve.models.drafters.medusa import MedusaConfig
@@ -105,6 +107,43 @@ def test_speculation_on_a_mesh(answered, mesh, method, tmp_path):
         else:
             save_layer(tmp_path, config, layer)
     on_mesh(mesh, check_answers, answered, **settings)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "method"),
+    [
+        ("rejection", "layer_skip"),
+        combination("rejection", "medusa"),
+        combination("typical", "layer_skip"),
+    ],
+)
+def test_rules_of_acceptance_on_a_mesh(tmp_path, acceptance, method):
+    """Ranks that have parts of the vocabulary, here of 31 and 30 tokens, draw as one device."""
+    path = write_llama(tmp_path / "model", vocab_size=61)
+    drafts = {"method": method, "num_speculative_tokens": 3, "acceptance": acceptance}
+    if method == "medusa":
+        heads = MedusaConfig(2, 1, CONFIG["hidden_size"], 61)
+        blocks = np.random.default_rng(3).normal(0, 0.1, (2, *[heads.hidden_size] * 2))
+        save_heads(tmp_path / "heads", heads, np.float32(blocks))
+        drafts |= {"model": str(tmp_path / "heads"), "speculative_token_tree": [2, 1]}
+        drafts["num_speculative_tokens"] = 4
+    else:
+        drafts["num_layers"] = 1
+    on_mesh("TP2", check_rule, path, drafts)
+
+
+def check_rule(mesh: str, path: Path, drafts: dict[str, object]) -> None:
+    model, found = TinyModel.open(path), []
+    sampled = SamplingParams(temperature=0.7, top_k=40, seed=5, n=2, max_tokens=30, ignore_eos=True)
+    for each in ("", mesh):
+        budget = {"max_num_batched_tokens": 2 * 5 + 16, "speculative_config": drafts}
+        with load(model, each, **budget, program_scope="layer") as llm:
+            arrivals = [Arrival(model.prompts[index], sampled) for index in (3, 8)]
+            outputs = drive(llm.engine, arrivals)
+            counts = [outputs[0].metrics.num_draft_tokens, outputs[0].metrics.num_accepted_tokens]
+            found.append(([tokens(output) for output in outputs], counts))
+    assert found[0] == found[1]
+    assert 0 < counts[1] < counts[0]
 
 
 @pytest.mark.parametrize(("mesh", "scope"), [("TP2 CP4", "layer"), combination("TP2 CP4", "step")])

@@ -9,6 +9,7 @@ from typing import Any
 
 import family_members
 import pytest
+from draft_layers import mtp_checkpoint
 from exhaustive import EXHAUSTIVE, exhaustive
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
@@ -19,7 +20,7 @@ from quantized_checkpoints import FORMATS, mxfp4, write
 from tiny_checkpoints import CONFIG, fused_experts, hf_shapes, of_experts, write_gguf, write_hf
 from tiny_engines import CONTEXT, EOS, Arrival, TinyModel, drive, member
 
-from jaxserve import LoRARequest
+from jaxserve import LoRARequest, SamplingParams
 from pallas_kernels.quantized_matmul import MXFP4, QuantizedWeight
 
 pytestmark = pytest.mark.meshes
@@ -54,21 +55,29 @@ def check_formats(mesh: str, directory: Path) -> None:
 
 @exhaustive
 def test_packed_weights_beside_latents(tmp_path):
-    """Queries and outputs of heads whose latent is on each device."""
+    """Queries and outputs of heads whose latent is on each device; in the layer that drafts too."""
     on_mesh("TP2", check_latents, tmp_path)
 
 
 def check_latents(mesh: str, directory: Path) -> None:
-    model = TinyModel.open(write(directory, *member("deepseek_v3"), "fp8")[0])
-    with load(model, mesh, max_num_seqs=1) as llm:
+    checkpoint = mtp_checkpoint()
+    model = TinyModel.open(write(directory, checkpoint.raw, checkpoint.all_tensors, "fp8")[0])
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 3 + 16, "pages": 30}
+    with load(model, mesh, **sizes, speculative_config=drafts) as llm:
         dequantized, number = llm.plan().weights_dequantized
         assert number and not dequantized
-        first = llm.engine._runner._state.params["layers"][0]
-        for name in ("queries", "attn_out"):
-            assert isinstance(first[name], QuantizedWeight)
+        state = llm.engine._runner._state
+        for params in (state.params, state.draft_params):
+            for name in ("queries", "attn_out"):
+                assert isinstance(params["layers"][0][name], QuantizedWeight)
+        few = SamplingParams(temperature=1, seed=3, max_tokens=60, allowed_token_ids=[7, 8])
         arrivals = [Arrival(prompt, GREEDY) for prompt in model.prompts[-PROMPTS:]]
-        for output in drive(llm.engine, arrivals):
+        *outputs, guessed = drive(llm.engine, [*arrivals, Arrival(model.prompts[0], few)])
+        for output in outputs:
             model.check_greedy(output)
+        metrics = guessed.metrics
+        assert metrics.num_draft_tokens / 4 < metrics.num_accepted_tokens
 
 
 def test_stages_have_packed_weights(tmp_path):

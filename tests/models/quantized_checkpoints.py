@@ -23,7 +23,7 @@ Tensors = dict[str, np.ndarray]
 FLOAT8 = ml_dtypes.float8_e4m3fn
 GROUP = 32
 BLOCK = [48, 64]
-_LINEAR = re.compile(r"model\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
+_LINEAR = re.compile(r"model\.layers\.\d+\.(?!eh_proj).*_proj(_with_mqa)?\.weight")
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -376,7 +376,7 @@ class EngineConfig:
         """A copy with every None resolved but the sizes of KV pools (runtime/planning/memory.py).
 
         `platform` is JAX's platform name. Raises ConfigError when the context is longer than the
-        model's and the model cannot extend it.
+        model's and the model cannot extend it, or when a decode with its drafts is longer.
         """
         on_cpu = platform == "cpu"
         own = model.max_position_embeddings
@@ -385,6 +385,14 @@ class EngineConfig:
             raise ConfigError(
                 f"max_model_len is {length}, but the model's context is {own} tokens; "
                 f"set it to at most {own}."
+            )
+        if self.num_speculative_tokens >= length:
+            raise ConfigError(
+                f"num_speculative_tokens of speculative_config is "
+                f"{self.speculative_config.num_speculative_tokens!r}, so that a step computes up "
+                f"to {1 + self.num_speculative_tokens} tokens of a sequence, but the context is "
+                f"{length}; draft at most {length - 1}, or set max_model_len to more than "
+                f"{self.num_speculative_tokens}."
             )
         seqs = self.max_num_seqs or (32 if on_cpu else 128)
         shares = self.context_parallel_size

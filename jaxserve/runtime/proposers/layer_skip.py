@@ -26,7 +26,7 @@ class LayerSkipProposer(Proposer):
         if count > model.num_layers:
             raise ConfigError(
                 f"num_layers of speculative_config is {count}, but the model has "
-                f"{model.num_layers} layers; set it to less."
+                f"{model.num_layers} layers; set it to at most that."
             )
         first = dataclasses.replace(
             model,
