@@ -101,7 +101,7 @@ ALIKE = {
     "jaxserve generate Hi --trace-file run.json": "tests/cli/test_cli_generate.py has the file",
     "jaxserve batch questions.jsonl answers.jsonl": "as batch --model",
     "jaxserve launch --hosts 4 --independent -- batch in.jsonl out.jsonl --shard {host}/{hosts}": ""
-    "tests/batch/test_batch_command.py has three hosts",
+    "tests/batch/test_batch_command.py has two hosts",
     "jaxserve bench offline": "tests/cli/test_cli_bench.py has a tiny model",
     "jaxserve batch questions.jsonl in-blocks.jsonl --weights-on disk --steps-per-weight-read 8 "
     "--max-num-seqs 64": "as generate --weights-on disk",

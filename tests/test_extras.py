@@ -22,7 +22,7 @@ NEEDING = (
     "loadgen.plot",
     "metrics.svg_page",
     "cli.search.page",
-    "cluster.replicas.ray_replicas",
+    "cluster.ray_replicas",
     "offline.reports.plots",
     "offline.reports.report",
 )

@@ -6,6 +6,7 @@ a jaxserve command (`generate ...`), a script (`my_script.py ...`) or a module (
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import runpy
@@ -117,7 +118,12 @@ def _leave_together() -> None:
     import jax
 
     if jax.distributed.is_initialized():
-        leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+
+        def leave() -> None:
+            with contextlib.suppress(Exception):  # Another host has failed.
+                jax.distributed.shutdown()
+
+        leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
         leaving.join(_LEAVE_S)
 

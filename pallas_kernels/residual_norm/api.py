@@ -24,6 +24,8 @@ _ADD_AND_NORM = backends.Operation(
 _TILE = 64
 _TILES_PER_SM = 4
 _MIN_INPUTS = 512
+MAX_TOKENS = 64
+"""Tokens of a product that is split; steps of more have not been counted."""
 
 
 def add_and_norm(
@@ -58,14 +60,14 @@ def product_parts(x: jax.Array, weight: jax.Array, residual: jax.Array) -> jax.A
     of a share of the inputs, for `add_and_norm` to `residual` [tokens, out].
 
     None where the product is better whole: the target device has no kernel to add such parts, or
-    outputs enough to be busy with; and for one token, whose parts XLA would compute by reductions
-    and not as products. n depends on shapes and the device only.
+    outputs enough to be busy with; for more than `MAX_TOKENS`; and for one token, whose parts XLA
+    would compute by reductions and not as products. n depends on shapes and the device only.
     """
     tokens, inputs = x.shape
     outputs = len(weight)
     one = jax.ShapeDtypeStruct((1, tokens, outputs), jnp.float32)
     norm = jax.ShapeDtypeStruct((outputs,), residual.dtype)
-    if tokens < 2 or not _ADD_AND_NORM.supports(residual, one, norm, eps=0.0):
+    if not 2 <= tokens <= MAX_TOKENS or not _ADD_AND_NORM.supports(residual, one, norm, eps=0.0):
         return None
     from pallas_kernels.compat import gpu  # needs absl-py, as its kernels do
 

@@ -145,10 +145,10 @@ CP2_PP2 = {"devices": 2, "context_parallel_size": 2, "pipeline_parallel_size": 2
     "roles, settings, method",
     [
         combination(("leads", "follows"), TP2, "eagle"),
-        combination(("leads", "follows"), TP2, "layer_skip"),
+        (("leads", "follows"), TP2, "layer_skip"),
         combination(("leads", "does the same", "is slow", "follows"), TP2_PP2, None),
         combination(("leads", "follows", "is slow", "does the same"), TP2_PP2, "ngram"),
-        (("leads", "is slow"), CP2_PP2, None),
+        combination(("leads", "is slow"), CP2_PP2, None),
         combination(("leads", "is slow"), CP4, "draft_model"),
     ],
 )

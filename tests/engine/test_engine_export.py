@@ -131,8 +131,7 @@ def test_a_staged_request_computes_only_what_came_since(llama, alone, kv_llm_for
     target = kv_llm_for(page_size=2 * PAGE_SIZE, enable_prefix_caching=caching)
     stream = begun(source, prompt, params, 5)
     parts = source.engine.migration.export_request(stream.request_id)
-    if caching:  # It makes no difference.
-        parts = target.engine.migration.received(parts)
+    parts = target.engine.migration.received(parts)
     target.engine.migration.stage_request(parts, "moved")
     held = [len(output.seq.output_token_ids) for output in stream.request.sequence_outputs]
     for _ in range(3):
@@ -173,7 +172,7 @@ def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for,
         assert before == output.seq.num_written
         parts = list(source.engine.migration.export_request(stream.request_id, start=staged[-1]))
         exported += sum(rows_of(parts))
-        received = migration.received(parts) if caching else parts
+        received = parts if caching else migration.received(parts)
         staged.append(migration.stage_request(received, "moved"))
         whole = before - before % PAGE_SIZE if before < len(prompt) else before
         assert staged[-1] == whole

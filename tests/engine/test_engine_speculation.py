@@ -396,7 +396,7 @@ def test_other_engines(llama, drafter, prompts, expected, settings):
         assert counted(llm, "accepted_tokens") > 0
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", combination("typical")])
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_other_rules_of_acceptance(llama, prompts, expected, acceptance):
     """All layers draft, so that p equals q; greedy answers are those without drafts."""
     drafts = {"method": "layer_skip", "num_layers": 2, "num_speculative_tokens": DRAFTS}

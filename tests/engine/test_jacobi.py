@@ -46,7 +46,7 @@ def counted(llm: LLM, name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "config", [JACOBI, combination(LOOKAHEAD)], ids=lambda config: config["method"]
+    "config", [combination(JACOBI), LOOKAHEAD], ids=lambda config: config["method"]
 )
 @settings(max_examples=4, deadline=None)
 @given(

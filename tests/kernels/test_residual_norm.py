@@ -125,7 +125,7 @@ def test_parts_of_a_product_add_up_to_it():
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100"])
 def test_without_a_kernel_products_stay_whole(kind):
-    """On CPUs, on other GPUs, for sizes and dtypes that it does not take; and of one token."""
+    """On CPUs, on other GPUs, for sizes and dtypes it does not take; of one token, and of many."""
     x, weight = jnp.zeros((3, 2048), jnp.bfloat16), jnp.zeros((256, 2048), jnp.bfloat16)
     residual = jnp.zeros((3, 256), jnp.bfloat16)
     assert product_parts(x, weight, residual) is None
@@ -135,4 +135,6 @@ def test_without_a_kernel_products_stay_whole(kind):
     with jax.sharding.use_abstract_mesh(described_h200(kind)):
         for own, its_residual in cases:
             assert product_parts(x, own, its_residual) is None
-        assert product_parts(x[:1], weight, residual[:1]) is None
+        for tokens in (1, api.MAX_TOKENS + 1):
+            more, sums = jnp.zeros((tokens, 2048), x.dtype), jnp.zeros((tokens, 256), x.dtype)
+            assert product_parts(more, weight, sums) is None

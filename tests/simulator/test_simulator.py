@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from exhaustive import exhaustive
 from scripts import run_script
 from simulations import TIMES, simulation, tiny_trace
 
@@ -235,7 +234,6 @@ def predictable(params: SamplingParams) -> SamplingParams:
     return dataclasses.replace(params, **two)
 
 
-@exhaustive
 def test_decisions_are_those_of_the_engine_that_speculates(llama):
     """With the same drafts accepted, the numbers of drafts, the pages and the steps are the
     same."""

@@ -263,7 +263,7 @@ class Migration:
         self._engine.check_ready()
         self._engine.check_one_host()
         received = parts if isinstance(parts, Received) else self._read(parts)
-        if received.kv is None:
+        if received.kv is None or received.state is not None:
             raise SnapshotError("the parts have no prefix; import those of `export_prefix`.")
         self._engine.core.pages_change()
         with interrupts_held():

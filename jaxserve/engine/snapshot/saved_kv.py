@@ -141,6 +141,7 @@ class SavedKV:
                 self._number = number
                 with contextlib.suppress(RowsMissing):
                     self._put(prefix, table, kv, carry_out)
+            self._converted.pop(number, None)
 
     def _put(
         self,

@@ -20,7 +20,7 @@ from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models import lora, mla, moe, parallel
 from jaxserve.models.family import Family, Params
-from jaxserve.models.layers import pending_sums, settled
+from jaxserve.models.layers import Residual, pending_sums, settled
 from jaxserve.models.mla import OfHeads
 from jaxserve.runtime.programs.forward import context_parallel, latent_chunks
 from jaxserve.runtime.programs.forward.context_parallel import ShardedTokens
@@ -184,10 +184,10 @@ def layers(
     return kv, _together(xs), kept, jnp.stack(loads) if loads else None
 
 
-def _together(parts: Sequence[jax.Array]) -> jax.Array:
+def _together(parts: Sequence[Residual]) -> jax.Array:
     """All tokens' activations, on every rank."""
-    x = jnp.concatenate(parts) if len(parts) > 1 else settled(parts[0])
-    return parallel.leave_layers(x)
+    whole = [settled(part) for part in parts]
+    return parallel.leave_layers(jnp.concatenate(whole) if len(whole) > 1 else whole[0])
 
 
 def _part(arrays: Any, part: slice) -> Any:

@@ -49,7 +49,7 @@ DECODE_LAYERS = 6
 """Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
 LEAST_ROWS = {"gpu": 2}
 """Decode rows of the smallest program, by platform. Compiled for an H200, a single row of
-Llama-3.1-8B takes 18 kernels a layer and two rows take 14: XLA drops a dimension of size one, and
+Llama-3.1-8B takes 18 kernels a layer and two rows take 12: XLA drops a dimension of size one, and
 no longer fuses norms, nor rotations with writes of keys."""
 
 
