@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxserve", "pallas_kernels", "sharding_rules")
-OF_EXTRAS = {"replicas.ray_replicas": "ray"}
+OF_EXTRAS = {"ray_replicas": "ray"}
 """Modules that import a package which may not be installed."""
 
 
