@@ -122,8 +122,9 @@ async def serve_at_once(model: TinyModel, engines: list[AsyncEngine]) -> None:
     begun = await anext(stream)
     there = await second.import_request(await first.export_request("moved"))
     await stream.aclose()
-    back = await third.import_request(await second.export_request("moved"))
+    parts = await second.export_request("moved")
     await second.abort("moved")
+    back = await third.import_request(parts)
     output = await output_of(back)
     tokens = list(output.outputs[0].token_ids)
     assert tokens[: len(begun.token_ids)] == list(begun.token_ids) and len(tokens) == 90
