@@ -10,9 +10,8 @@ import numpy as np
 from jax import lax
 
 from jaxserve.models.lora import SLOTS
-from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
+from jaxserve.runtime.programs.program_kind import PartKind, partition_specs
 
 
 def set_adapter(dimensions: tuple[int, ...], adapters: Any, own: Any, index: jax.Array) -> Any:
@@ -26,12 +25,13 @@ def set_adapter(dimensions: tuple[int, ...], adapters: Any, own: Any, index: jax
     return structure.unflatten(written)
 
 
-class SetAdapter(ProgramKind[int]):
+class SetAdapter(PartKind[int]):
     """Writes one layer of an adapter; the layers with adapters of the same shapes share a program,
     named by the first of them."""
 
     title = "set-adapter"
     pure = set_adapter
+    donated = (0,)
 
     def keys(self) -> Iterable[int]:
         return dict.fromkeys(self._firsts)
@@ -49,18 +49,14 @@ class SetAdapter(ProgramKind[int]):
     def uploads(self, key: int) -> tuple[Any, ...]:
         return self.shapes.adapter.abstract[key], self.shapes.int32()
 
-    def spec(self, key: int) -> ProgramSpec:
-        adapters = self.shapes.adapters.abstract[key]
-        return ProgramSpec(
-            self.name(key),
-            self.function(key),
-            (adapters, *self.uploads(key)),
-            donated=(0,),
-            outputs=partition_specs(adapters),
-        )
+    def of_state(self, key: int) -> tuple[Any, ...]:
+        return (self.shapes.adapters.abstract[key],)
+
+    def output_specs(self, key: int) -> Any:
+        return partition_specs(*self.of_state(key))
 
     def __call__(self, state: DeviceState, slot: int, adapter: Iterable[Any]) -> None:
         """Puts the layers of an adapter, arrays on the devices, into a slot from 1 on."""
         index = np.int32(slot - 1)
         for layer, (first, own) in enumerate(zip(self._firsts, adapter, strict=True)):
-            state.lora[layer] = self._executables[first](state.lora[layer], own, index)
+            state.lora[layer] = self.call(first, state.lora[layer], own, index)

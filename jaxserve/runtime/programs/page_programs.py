@@ -6,7 +6,7 @@ import abc
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.runtime.hardware.arrays import placed
-from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.program_kind import (
+    PartKind,
     ProgramKind,
     padded,
     partition_specs,
@@ -137,13 +137,14 @@ class CompactAccepted(ProgramKind[int]):
         self.run(state, key, slots, acceptance._replace(drafts=None))
 
 
-class CopyPages(ProgramKind[int]):
+class CopyPages(PartKind[int]):
     """Copies pages within the pool: all layers in one program; or, with programs of layers, one
     layer after another, each by the program of the first layer with such pages. A key is the first
     layer of its program."""
 
     title = "copy"
     pure = copy_pages
+    donated = (0,)
 
     def __init__(self, shapes: ProgramShapes) -> None:
         super().__init__(shapes)
@@ -157,15 +158,11 @@ class CopyPages(ProgramKind[int]):
     def uploads(self, key: int) -> tuple[Any, ...]:
         return (self.shapes.int32(COPY_PAGES),) * 2
 
-    def spec(self, key: int) -> ProgramSpec:
-        layers = self.shapes.kv.abstract[key : key + self._layers]
-        return ProgramSpec(
-            self.name(key),
-            self.function(key),
-            (layers, *self.uploads(key)),
-            donated=(0,),
-            outputs=partition_specs(layers),
-        )
+    def of_state(self, key: int) -> tuple[Any, ...]:
+        return (self.shapes.kv.abstract[key : key + self._layers],)
+
+    def output_specs(self, key: int) -> Any:
+        return partition_specs(*self.of_state(key))
 
     def __call__(self, state: DeviceState, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies (source, target) pages; every source is read before a later pair overwrites it."""
@@ -174,7 +171,7 @@ class CopyPages(ProgramKind[int]):
             pages = [padded(side, COPY_PAGES, _NO_PAGE) for side in sides]
             for layer, key in enumerate(self._keys):
                 layers = slice(layer, layer + self._layers)
-                state.kv[layers] = self._executables[key](state.kv[layers], *pages)
+                state.kv[layers] = self.call(key, state.kv[layers], *pages)
 
 
 class _TransferKey(NamedTuple):
@@ -187,11 +184,9 @@ class _TransferKey(NamedTuple):
         return f"{self.pages}-of-{self.layers}-layers{own}"
 
 
-class _TransferKind(ProgramKind[_TransferKey]):
+class _TransferKind(PartKind[_TransferKey]):
     """A kind that moves pages of all layers, or of one: rare transfers use the programs of a single
     layer, which all layers with such pages share and which are quick to compile."""
-
-    donated: ClassVar[tuple[int, ...]]
 
     def keys(self) -> Iterable[_TransferKey]:
         keys = [_TransferKey(TRANSFER_PAGES, 1, first) for first in self.shapes.kv.alike]
@@ -204,15 +199,11 @@ class _TransferKind(ProgramKind[_TransferKey]):
     def results(self, key: _TransferKey) -> Any:
         """Shapes of its results."""
 
-    def spec(self, key: _TransferKey) -> ProgramSpec:
-        layers = self.shapes.abstract_state.kv[key.first :][: key.layers]
-        return ProgramSpec(
-            self.name(key),
-            self.function(key),
-            (layers, *self.uploads(key)),
-            donated=self.donated,
-            outputs=partition_specs(self.results(key)),
-        )
+    def of_state(self, key: _TransferKey) -> tuple[Any, ...]:
+        return (self.shapes.kv.abstract[key.first :][: key.layers],)
+
+    def output_specs(self, key: _TransferKey) -> Any:
+        return partition_specs(self.results(key))
 
 
 def _of_all(gather: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
@@ -225,7 +216,6 @@ class GatherPages(_TransferKind):
 
     title = "gather"
     pure = gather_pages
-    donated = ()
 
     def name(self, key: _TransferKey) -> str:
         return super().name(key) + ("-to-all" if self.shapes.across_hosts else "")
@@ -248,7 +238,7 @@ class GatherPages(_TransferKind):
         one, which is like the layer `first`."""
         sizes = (key.pages for key in self.keys() if key.layers == len(layers))
         key = _TransferKey(holding(sizes, len(pages)), len(layers), first)
-        return self._executables[key](layers, padded(pages, key.pages, _NO_PAGE))
+        return self.call(key, layers, padded(pages, key.pages, _NO_PAGE))
 
 
 class ScatterPages(_TransferKind):
@@ -262,7 +252,8 @@ class ScatterPages(_TransferKind):
         return self.shapes.int32(key.pages), self.shapes.kv.staging(*key)
 
     def results(self, key: _TransferKey) -> Any:
-        return self.shapes.abstract_state.kv[key.first :][: key.layers]
+        (layers,) = self.of_state(key)
+        return layers
 
     def __call__(
         self, layers: list[Pages], pages: Sequence[int], staging: jax.Array, first: int = 0
@@ -270,4 +261,4 @@ class ScatterPages(_TransferKind):
         """The layers, all or one like the layer `first`, with the first rows of `staging` in these
         pages."""
         key = _TransferKey(staging.shape[0], len(layers), first)
-        return self._executables[key](layers, padded(pages, key.pages, _NO_PAGE), staging)
+        return self.call(key, layers, padded(pages, key.pages, _NO_PAGE), staging)

@@ -23,7 +23,7 @@ class ProgramKind(abc.ABC, Generic[Key]):
     The function takes `static` arguments, the fields of the device state named by `reads`, and
     arrays shaped as `uploads`. It returns new values of the fields in `replaces`, which are
     donated, then results with the PartitionSpecs `outputs`; a single one is not in a tuple. A
-    subclass's `__call__` packs the uploads.
+    subclass's `__call__` packs the uploads, for `run`.
     """
 
     title: ClassVar[str]
@@ -55,21 +55,34 @@ class ProgramKind(abc.ABC, Generic[Key]):
     def uploads(self, key: Key) -> tuple[Any, ...]:
         """Shapes of the arguments that are not in the device state."""
 
+    def of_state(self, key: Key) -> tuple[Any, ...]:
+        """Shapes of the arguments that are in the device state, which come first."""
+        return tuple(getattr(self.shapes.abstract_state, field) for field in self.reads)
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of the arguments that the results replace."""
+        return tuple(map(self.reads.index, self.replaces))
+
+    def output_specs(self, key: Key) -> Any:
+        """PartitionSpecs of all that the function returns."""
+        state = self.shapes.abstract_state
+        replaced = (partition_specs(getattr(state, field)) for field in self.replaces)
+        outputs = (*replaced, *self.outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
     def name(self, key: Key) -> str:
         """Name of a program, unique among all kinds."""
         return f"{self.title}-{key}"
 
     def spec(self, key: Key) -> ProgramSpec:
         """A program, not compiled."""
-        state = self.shapes.abstract_state
-        replaced = (partition_specs(getattr(state, field)) for field in self.replaces)
-        outputs = (*replaced, *self.outputs)
         return ProgramSpec(
             self.name(key),
             self.function(key),
-            (*(getattr(state, field) for field in self.reads), *self.uploads(key)),
-            donated=tuple(map(self.reads.index, self.replaces)),
-            outputs=outputs if len(outputs) > 1 else outputs[0],
+            (*self.of_state(key), *self.uploads(key)),
+            donated=self.donated,
+            outputs=self.output_specs(key),
             cached_by_name=not (self.applies_processors and self.shapes.processors.names),
         )
 
@@ -80,13 +93,32 @@ class ProgramKind(abc.ABC, Generic[Key]):
     def run(self, state: DeviceState, key: Key, *uploads: Any) -> Any:
         """Calls a program, replaces fields of `state`, and returns the results."""
         read = (getattr(state, field) for field in self.reads)
-        results = self._executables[key](*read, *uploads)
+        results = self.call(key, *read, *uploads)
         count = len(self.replaces)
         if count + len(self.outputs) == 1:
             results = (results,)
         for field, value in zip(self.replaces, results):
             setattr(state, field, value)
         return results[count] if len(self.outputs) == 1 else results[count:]
+
+    def call(self, key: Key, *arguments: Any) -> Any:
+        """Calls a program with all its arguments: only `run`, and kinds of PartKind, do."""
+        return self._executables[key](*arguments)
+
+
+class PartKind(ProgramKind[Key]):
+    """A kind whose programs take parts of the device state, such as one layer's pages, or none of
+    it. The same program serves several parts, so the caller passes the part to `call`, and puts
+    what it returns in the place of what was donated.
+
+    A subclass gives the shapes of the part, if it takes one, by `of_state`; on a mesh also
+    `output_specs`.
+    """
+
+    donated: ClassVar[tuple[int, ...]] = ()
+
+    def output_specs(self, key: Key) -> Any:
+        return None
 
 
 def partition_specs(arrays: Any) -> Any:

@@ -19,13 +19,12 @@ from jaxserve.kv.layout import KVPlace
 from jaxserve.models.parallel import sequence_parallel
 from jaxserve.runtime.hardware.arrays import placed, tree_bytes
 from jaxserve.runtime.hardware.devices import collective_rates
-from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward import pipeline_step, step
 from jaxserve.runtime.programs.forward.dual_batch import in_halves
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
-from jaxserve.runtime.programs.program_kind import ProgramKind, partition_specs
+from jaxserve.runtime.programs.program_kind import PartKind, ProgramKind, partition_specs
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from sharding_rules import SEQ, STAGE
 
@@ -219,9 +218,10 @@ class _Slice(NamedTuple):
     key: _LayersKey
 
 
-class _Layers(ProgramKind[_LayersKey]):
+class _Layers(PartKind[_LayersKey]):
     title = "layers"
     pure = functools.partial(step.layers, apart=True)
+    donated = (1, 2)
 
     def __init__(self, shapes: ProgramShapes, first: Embed) -> None:
         super().__init__(shapes)
@@ -256,18 +256,14 @@ class _Layers(ProgramKind[_LayersKey]):
     def uploads(self, key: _LayersKey) -> tuple[Any, ...]:
         return tuple(self._first.results(key.step)[:3])
 
-    def spec(self, key: _LayersKey) -> ProgramSpec:
+    def of_state(self, key: _LayersKey) -> tuple[Any, ...]:
         state = self.shapes.abstract_state
         layers, arrays, _ = next(part for part in self._slices[key.step] if part.key == key)
-        params = state.adapted_params["layers"][layers]
-        kv = [state.kv[array] for array in arrays]
-        return ProgramSpec(
-            self.name(key),
-            self.function(key),
-            (params, kv, *self.uploads(key)),
-            donated=(1, 2),
-            outputs=(partition_specs(kv), BY_RANK, BY_RANK, P()),
-        )
+        return state.adapted_params["layers"][layers], [state.kv[array] for array in arrays]
+
+    def output_specs(self, key: _LayersKey) -> Any:
+        _, kv = self.of_state(key)
+        return partition_specs(kv), BY_RANK, BY_RANK, P()
 
     def __call__(
         self, state: DeviceState, block: Sequence[Entered]
@@ -281,8 +277,8 @@ class _Layers(ProgramKind[_LayersKey]):
             params = state.take_layers(parts[0].layers, activations[-1])
             for number, (entered, (_, arrays, own)) in enumerate(zip(block, parts)):
                 pages, x = [kv[array] for array in arrays], activations[number]
-                pages, activations[number], more, load = self._executables[own](
-                    params, pages, x, entered.shared, entered.slot_mappings
+                pages, activations[number], more, load = self.call(
+                    own, params, pages, x, entered.shared, entered.slot_mappings
                 )
                 kept[number] += more
                 if load is not None:

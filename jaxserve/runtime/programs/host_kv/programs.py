@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.runtime.planning.memory import KV_WINDOW
-from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward.forward_programs import (
     Embed,
@@ -31,7 +29,7 @@ from jaxserve.runtime.programs.host_kv.shadow import Shadow
 from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, batch_on_host, groups_of
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
-from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.program_kind import PartKind, ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from pallas_kernels.paged_attention import RaggedBatch
 
@@ -150,7 +148,7 @@ class ForwardWithHostKV(LayerByLayer):
             if len(window) == KV_WINDOW:
                 window.popleft().block_until_ready()
             staged = self.store.read(layer, group.pages)
-            partial = self._attend(own.step, partial, slot_mapping.batch, staged, group.tables)
+            partial = self._attend.call(own.step, partial, slot_mapping.batch, staged, group.tables)
             window.append(partial.lse)
             del staged
         if on_host is not None:
@@ -158,7 +156,7 @@ class ForwardWithHostKV(LayerByLayer):
             partial = self._by_queries(own.step, layer, partial, on_host, *of_layer)
         if decodes is not None:
             partial = self.shadow.attend(own.step, layer, partial, step, decodes)
-        return self._leave(own, params, x, entered.shared, partial)
+        return self._leave.call(own, params, x, entered.shared, partial)
 
     def to_host(self, state: DeviceState, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, given as (device, host), once the steps dispatched so far have run."""
@@ -174,22 +172,23 @@ class ForwardWithHostKV(LayerByLayer):
             self.store.write(layer, host, self._gather([state.kv[layer]], device))
 
 
-class _PartOfLayer(ProgramKind[_Key]):
-    """A kind with one program for each shape of a step and kind of layer."""
+class _PartOfLayer(PartKind[_Key]):
+    """A kind with one program for each shape of a step and kind of layer, which takes the
+    parameters of such a layer first."""
 
     def keys(self) -> Iterable[_Key]:
         kinds = dict.fromkeys(self.shapes.local_model.layer_kinds)
         return [_Key(key, kind) for key in self.shapes.layouts for kind in kinds]
 
-    def params(self, key: _Key) -> Any:
-        """Shapes of the parameters of a layer of this kind."""
+    def of_state(self, key: _Key) -> tuple[Any, ...]:
         layer = self.shapes.local_model.layer_kinds.index(key.kind)
-        return self.shapes.abstract_state.adapted_params["layers"][layer]
+        return (self.shapes.abstract_state.adapted_params["layers"][layer],)
 
 
 class _EnterLayer(_PartOfLayer):
     title = "enter-layer"
     pure = host_kv_step.enter_layer
+    donated = (1,)
 
     def __init__(self, shapes: ProgramShapes, first: Embed) -> None:
         super().__init__(shapes)
@@ -204,9 +203,8 @@ class _EnterLayer(_PartOfLayer):
         x, shared, (slot_mapping,), _ = self.first.results(key.step)
         return x, shared, slot_mapping
 
-    def spec(self, key: _Key) -> ProgramSpec:
-        arguments = (self.params(key), self.shapes.kv.abstract[0], *self.uploads(key))
-        return ProgramSpec(self.name(key), self.function(key), arguments, donated=(1,))
+    def of_state(self, key: _Key) -> tuple[Any, ...]:
+        return *super().of_state(key), self.shapes.kv.abstract[0]
 
     def partial(self, step: ProgramKey) -> host_kv_step.Partial:
         """Shapes of its partial attention."""
@@ -224,14 +222,13 @@ class _EnterLayer(_PartOfLayer):
         self, state: DeviceState, key: _Key, layer: int, params: Any, *uploads: Any
     ) -> host_kv_step.Partial:
         """The layer's partial attention; replaces its pages."""
-        pages, partial = self._executables[key](params, state.kv[layer], *uploads)
+        pages, partial = self.call(key, params, state.kv[layer], *uploads)
         state.kv[layer] = pages
         return partial
 
 
-class _AttendGroup(ProgramKind[ProgramKey]):
+class _AttendGroup(PartKind[ProgramKey]):
     title = "attend-group"
-    outputs = (P(),)
     pure = host_kv_step.attend_group
 
     def __init__(self, shapes: ProgramShapes, enter: _EnterLayer) -> None:
@@ -257,13 +254,13 @@ class _AttendGroup(ProgramKind[ProgramKey]):
             tables,
         )
 
-    def __call__(self, key: ProgramKey, *uploads: Any) -> host_kv_step.Partial:
-        return self._executables[key](*uploads)
-
 
 class _LeaveLayer(_PartOfLayer):
+    """Returns the activations after the layer, in place of those before it."""
+
     title = "leave-layer"
     pure = host_kv_step.leave_layer
+    donated = (1,)
 
     def __init__(self, shapes: ProgramShapes, enter: _EnterLayer) -> None:
         super().__init__(shapes)
@@ -275,11 +272,3 @@ class _LeaveLayer(_PartOfLayer):
     def uploads(self, key: _Key) -> tuple[Any, ...]:
         x, shared, _ = self._enter.uploads(key)
         return x, shared, self._enter.partial(key.step)
-
-    def spec(self, key: _Key) -> ProgramSpec:
-        arguments = (self.params(key), *self.uploads(key))
-        return ProgramSpec(self.name(key), self.function(key), arguments, donated=(1,))
-
-    def __call__(self, key: _Key, *arguments: Any) -> jax.Array:
-        """The activations after the layer, in place of those before it."""
-        return self._executables[key](*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
 from jaxserve.runtime.programs.host_kv.step import Partial
 from jaxserve.runtime.programs.host_kv.store import HostKVStore
-from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.program_kind import PartKind, ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from pallas_kernels.paged_attention import RaggedBatch
 
@@ -46,17 +47,14 @@ class AttendByQueries:
         the mean values of decodes in this layer. Waits for nothing."""
         store = self._store()
         q = jax.device_put(partial.q, self._host)
-        results = self._attend(key, q, store.on_host(layer), batch, *means)
+        results = self._attend.call(key, q, store.on_host(layer), batch, *means)
         store.copies.query_bytes += sum(array.nbytes for array in (q, *results))
-        return self._merge(key, partial, *jax.device_put(results, self._device))
+        return self._merge.call(key, partial, *jax.device_put(results, self._device))
 
 
-class _Kind(ProgramKind[ProgramKey]):
+class _Kind(PartKind[ProgramKey]):
     def keys(self) -> Iterable[ProgramKey]:
         return self.shapes.host_kv.by_queries if self.shapes.host_kv.host else ()
-
-    def __call__(self, key: ProgramKey, *arguments: Any) -> Any:
-        return self._executables[key](*arguments)
 
 
 class _AttendOnHost(_Kind):
@@ -86,8 +84,7 @@ class _AttendOnHost(_Kind):
     def spec(self, key: ProgramKey) -> ProgramSpec:
         host = self.shapes.host_kv.host
         elsewhere = None if host == self.shapes.device else host
-        function, arguments = self.function(key), self.uploads(key)
-        return ProgramSpec(self.name(key), function, arguments, elsewhere=elsewhere)
+        return dataclasses.replace(super().spec(key), elsewhere=elsewhere)
 
 
 class _MergeFromHost(_Kind):
@@ -102,6 +99,3 @@ class _MergeFromHost(_Kind):
         place = self.shapes.arrays.sharding()
         results = self._attend.spec(key).results()
         return self._attend.partial(key), *(placed(array, place) for array in results)
-
-    def spec(self, key: ProgramKey) -> ProgramSpec:
-        return ProgramSpec(self.name(key), self.function(key), self.uploads(key))

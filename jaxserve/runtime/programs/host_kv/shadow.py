@@ -139,7 +139,7 @@ class Shadow:
             at = slice(place * CHUNK, (place + 1) * CHUNK)
             keys[:, at], values[:, at] = k[:, :, tokens].swapaxes(1, 2), v[:, tokens]
         basis = basis.reshape(sizes.kv_heads, sizes.head_dim, sizes.rank).astype(dtype)
-        written = self._set(
+        written = self._set.call(
             0,
             *(own.bases, own.outlier_keys, own.outlier_values, own.outliers),
             np.int32(slot),
@@ -156,7 +156,7 @@ class Shadow:
     ) -> Partial:
         """Merges the attention of decodes to their compressed pages into `partial`."""
         own, kind = self._layers[layer], self._kinds_of_layers[layer]
-        chosen = np.asarray(self._choose(key, partial, own.landmarks, own.outliers, decodes))
+        chosen = np.asarray(self._choose.call(key, partial, own.landmarks, own.outliers, decodes))
         held = np.full_like(chosen, NO_CHUNK)
         places: list[tuple[int, int, int]] = []
         chunks: list[np.ndarray] = []
@@ -177,11 +177,11 @@ class Shadow:
             at[: len(some)] = some
             staged = np.zeros((len(at), CHUNK, self.sizes.head_dim), values.dtype)
             staged[: len(some)] = chunks[first : first + len(some)]
-            values = self._fill(0, values, at, staged)
+            values = self._fill.call(0, values, at, staged)
         self.counts.attended += int((held != NO_CHUNK).sum())
         self.counts.copied += len(places)
         self._layers[layer] = own = own._replace(values=values)
-        return self._attend(LayerOfStep(key, kind), partial, own, decodes, held)
+        return self._attend.call(LayerOfStep(key, kind), partial, own, decodes, held)
 
     @staticmethod
     def _recall(held: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, list[int]]:
@@ -214,7 +214,7 @@ class Shadow:
 
     def _look(self, layer: int, kind: LayerKind, gram: Any, group: _Group) -> tuple[Any, Any]:
         own = self._layers[layer]
-        gram, landmarks, least = self._survey(
+        gram, landmarks, least = self._survey.call(
             kind, gram, own.landmarks, group.staged, group.index, group.targets
         )
         self._layers[layer] = own._replace(landmarks=landmarks)
@@ -222,7 +222,7 @@ class Shadow:
 
     def _write_low(self, layer: int, kind: LayerKind, slot: int, group: _Group) -> None:
         own = self._layers[layer]
-        low = self._project(
+        low = self._project.call(
             kind, own.low, own.bases, np.int32(slot), group.staged, group.index, group.targets
         )
         self._layers[layer] = own._replace(low=low)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,17 +12,16 @@ from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.planning.shadow import CHUNK
-from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.host_kv import shadow_step
 from jaxserve.runtime.programs.host_kv.shadow_step import Decodes, ShadowLayer
-from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.program_kind import PartKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 
 FILL_CHUNKS = 256
 """Chunks of values that are copied to the device together, at most."""
 
 
-class _Kind(ProgramKind[Any]):
+class _Kind(PartKind[Any]):
     """A kind of program of compressed KV."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
@@ -40,15 +39,6 @@ class _Kind(ProgramKind[Any]):
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return placed(jax.ShapeDtypeStruct(shape, dtype), self.shapes.arrays.sharding())
-
-    donated: ClassVar[tuple[int, ...]] = ()
-
-    def spec(self, key: Any) -> ProgramSpec:
-        arguments = self.uploads(key)
-        return ProgramSpec(self.name(key), self.function(key), arguments, donated=self.donated)
-
-    def __call__(self, key: Any, *arguments: Any) -> Any:
-        return self._executables[key](*arguments)
 
 
 class _GroupKind(_Kind):
