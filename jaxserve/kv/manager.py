@@ -16,7 +16,6 @@ takes twice as long as recomputing, only shortens the cached prefix.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,24 +29,13 @@ from jaxserve.kv.offload.offload_manager import OffloadManager, TransferCounters
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
 from jaxserve.kv.offload.transfers import Operations, Transfer
+from jaxserve.kv.page_allocator import KVCounters, PageAllocator
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.pages import TRASH_PAGE, PagePool
-from jaxserve.kv.prefix_cache.node import Node, NodeState
+from jaxserve.kv.pages import PagePool
+from jaxserve.kv.prefix_cache.node import Node
 from jaxserve.kv.prefix_cache.node_states import NodeStates
 from jaxserve.kv.prefix_cache.prefix_tree import PrefixTree
 from jaxserve.kv.tier import Tier
-
-
-@dataclasses.dataclass
-class KVCounters:
-    """Device pages copied on write, evicted, and evicted without a copy on a lower tier; and
-    preemptions by swap or recompute."""
-
-    copied_pages: int = 0
-    evicted_pages: int = 0
-    lost_pages: int = 0
-    swaps: int = 0
-    recomputes: int = 0
 
 
 class TierUsage(NamedTuple):
@@ -93,8 +81,9 @@ class KVManager:
             self._states, transfer_worker, page_bytes, pool.page_size, self.rates
         )
         self._preemption = preemption
-        self._copies: list[tuple[int, int]] = []
-        self._to_host: list[tuple[int, int]] = []
+        self._allocator = PageAllocator(
+            pool, self.layout, self._states, self._offload, host_pages, self.counters
+        )
         common = self.tree, pool, self.rates, page_bytes, preemption
         self._matcher = (
             GroupMatcher(*common, self.layout) if self.windowed else PrefixMatcher(*common)
@@ -152,10 +141,7 @@ class KVManager:
 
     def pages_for(self, table: PageTable | None, num_tokens: int) -> int:
         """The most device pages that a sequence of `num_tokens` tokens holds at a time."""
-        num_pages = self.layout.pages_for(num_tokens)
-        if table is not None and table.num_host_pages:
-            return min(num_pages, self.host_limits.resident_pages)
-        return num_pages
+        return self._allocator.pages_for(table, num_tokens)
 
     def match(self, table: PageTable, num_tokens: int) -> Match:
         """Matches the first `num_tokens` tokens of a sequence without pages against the cache."""
@@ -187,23 +173,7 @@ class KVManager:
         Once `is_fetching` is false, the first `table.num_cached` tokens need not be computed; a
         transfer that fails before then lowers that number (or see `fetch_failed`).
         """
-        if self.windowed:
-            return self._allocate_groups(table, match, num_tokens)
-        num_pages = self.pages_for(table, num_tokens)
-        if table.num_host_pages:
-            table.host_pages = self.host_pages.allocate(table.num_host_pages)
-        for node in match.shared:
-            self._share(table, node)
-        fetched, partial = list(match.fetched), match.partial
-        if partial is not None and partial.device is None:
-            fetched.append(partial)
-        fetches = self._offload.fetch(fetched, len(match.fetched))
-        if partial is not None and partial.device is not None:
-            self._share_part(table, partial, match.partial_tokens)
-        self.unpin_table(table)
-        table.pages += self._allocate(num_pages - len(table.pages), table.pages)
-        table.num_cached = match.num_tokens
-        self._offload.begin_fetches(fetches, table, len(match.shared))
+        self._allocator.allocate(table, match, num_tokens)
 
     def is_fetching(self, table: PageTable) -> bool:
         """Whether KV is being copied from a lower tier to pages of a table."""
@@ -221,21 +191,7 @@ class KVManager:
         """Prepares a table to compute the tokens start .. stop - 1: gives back the pages that have
         left a window, moves those to the host that are more than may stay, and adds those that are
         missing; adds none and returns False when there are too few."""
-        page_size, num_pages = self.pool.page_size, self.pool.pages_for(stop)
-        if table.num_host_pages:
-            self._transfer_to_host(table, num_pages)
-        for group, own in zip(self.layout.groups, table.tables):
-            for index in range(own.num_released, group.first_held(start, page_size)):
-                node = own.nodes[index] if index < len(own.nodes) else None
-                self._states.release(own.pages[index], node)
-                own.pages[index] = TRASH_PAGE
-                own.num_released = index + 1
-        missing = sum(max(0, num_pages - len(own.pages)) for own in table.tables)
-        if missing > self.pool.num_available:
-            return False
-        for own in table.tables:
-            own.pages += self._allocate(num_pages - len(own.pages), own.pages)
-        return True
+        return self._allocator.extend(table, start, stop)
 
     # Prefix cache
 
@@ -301,8 +257,7 @@ class KVManager:
 
     def unpin_table(self, table: PageTable) -> None:
         """Unpins the nodes that a preempted sequence left pinned."""
-        self.unpin(table.pinned)
-        table.pinned = []
+        self._allocator.unpin_table(table)
 
     def hand_over_pins(self, table: PageTable, other: PageTable) -> None:
         """Makes `other` the table that unpins what `table` has pinned."""
@@ -334,8 +289,7 @@ class KVManager:
 
     def unpin(self, nodes: Sequence[Node]) -> None:
         """Undoes one `pin` of each node."""
-        for node in reversed(nodes):
-            self._states.pin(node, -1)
+        self._states.unpin(nodes)
 
     def reset(self) -> None:
         """Clears the prefix cache. Sequences keep their pages, which new ones cannot share."""
@@ -343,12 +297,7 @@ class KVManager:
 
     def evict(self, count: int) -> int:
         """Evicts up to `count` pages that no sequence uses; returns how many."""
-        for done in range(count):
-            node = self._states.next_to_evict()
-            if node is None:
-                return done
-            self._evict(node)
-        return count
+        return self._allocator.evict(count)
 
     # Transfers
 
@@ -358,8 +307,7 @@ class KVManager:
 
     def operations(self) -> Operations:
         """The device operations to run before the step just planned."""
-        copies, self._copies = self._copies, []
-        to_host, self._to_host = self._to_host, []
+        copies, to_host = self._allocator.take_copies(), self._allocator.take_transfers_to_host()
         copied = {target for _, target in copies}
         return Operations(
             to_host=to_host,
@@ -376,67 +324,3 @@ class KVManager:
     def cancel_save(self, save: Transfer) -> None:
         """Gives up a save: there is no room for its pages."""
         self._offload.refuse_save(save)
-
-    # Internals
-
-    def _transfer_to_host(self, table: PageTable, num_pages: int) -> None:
-        """Moves the oldest device pages of a table that is to have `num_pages` pages to its host
-        pages, as many as are more than may stay. Steps already dispatched have written them."""
-        stop = num_pages - self.host_limits.resident_pages
-        for index in range(table.num_released, stop):
-            self._to_host.append((table.pages[index], table.host_pages[index]))
-            self._states.release(table.pages[index], None)
-            table.pages[index] = TRASH_PAGE
-            table.num_released = index + 1
-
-    def _allocate_groups(self, table: PageTable, match: Match, num_tokens: int) -> None:
-        """`allocate`, for tables with windows."""
-        for own, found in zip(table.tables, match.groups):
-            own.nodes, own.num_released = found.nodes[: found.first], found.first
-            own.pages = [TRASH_PAGE] * found.first
-            for node in found.shared:
-                self._share(own, node)
-        fetches = [self._offload.fetch(found.fetched, len(found.fetched)) for found in match.groups]
-        self.unpin_table(table)
-        page_size, max_chunk = self.pool.page_size, self.layout.max_chunk
-        for group, own in zip(self.layout.groups, table.tables):
-            most = group.most_pages(num_tokens, max_chunk, page_size)
-            stop = min(self.pool.pages_for(num_tokens), own.num_released + most)
-            own.pages += self._allocate(stop - len(own.pages), own.pages)
-            own.num_cached = own.num_matched = match.num_tokens
-        for own, found, transfers in zip(table.tables, match.groups, fetches):
-            self._offload.begin_fetches(transfers, own, found.first + found.num_shared)
-
-    def _share(self, table: PageTable, node: Node) -> None:
-        self._states.use(node)
-        table.pages.append(node.device)
-        table.nodes.append(node)
-
-    def _share_part(self, table: PageTable, node: Node, num_tokens: int) -> None:
-        """Appends a page that holds this node's first `num_tokens` tokens, writable after them:
-        the node's own page if it matches whole and no sequence uses it, else a copy."""
-        whole = num_tokens == node.num_tokens < self.pool.page_size
-        if whole and node.state is NodeState.CACHED:
-            self._share(table, node)
-            return
-        # Allocating the copy may evict the source page: it is read before it is written.
-        source = node.device
-        table.pages += self._allocate(1, table.pages)
-        self._copies.append((source, table.pages[-1]))
-        self.counters.copied_pages += 1
-
-    def _allocate(self, count: int, pages: Sequence[int]) -> list[int]:
-        """Allocates pages to follow `pages`, evicting cached ones if needed."""
-        if count <= 0:
-            return []
-        self.evict(count - self.pool.num_free)
-        return self.pool.allocate(count, pages[-1] if pages else None)
-
-    def _evict(self, node: Node) -> None:
-        """Evicts a cached node's device page, saving it first where no tier has it."""
-        self.counters.evicted_pages += 1
-        if not node.lower:
-            if node.keep and self._offload.save(node):
-                return
-            self.counters.lost_pages += 1
-        self._states.transition(node, NodeState.ABSENT)

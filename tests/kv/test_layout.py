@@ -111,7 +111,7 @@ def test_a_hit_needs_the_last_window_of_a_windowed_group_only(tmp_path):
         assert bench.hit([*PROMPT, 0]) == 20
         for node in bench.manager.tree:  # The window's first pages are forgotten.
             if node.device is not None and node.parent.tokens == windowed.salt:
-                bench.manager._evict(node)
+                bench.manager._allocator._evict(node)
         assert bench.hit([*PROMPT, 0]) == 20 and bench.hit(PROMPT[:5]) == 0
         again = bench.start([*PROMPT, 0])
         assert again.num_computed == 20

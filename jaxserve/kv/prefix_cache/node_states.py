@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxserve.kv.pages import PageError, PagePool
 from jaxserve.kv.prefix_cache.node import ON_DEVICE, TRANSITIONS, Node, NodeState
@@ -95,6 +95,11 @@ class NodeStates:
         """Adds `count` pins to a node; -1 removes one."""
         node.pins += count
         self._apply(node)
+
+    def unpin(self, nodes: Sequence[Node]) -> None:
+        """Removes one pin of each node, given in the order of a prefix."""
+        for node in reversed(nodes):
+            self.pin(node, -1)
 
     def store(self, node: Node, tier: Tier, page: int) -> None:
         """Gives a node in transfer its page on a lower tier; the end of the transfer follows."""
