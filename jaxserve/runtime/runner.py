@@ -25,23 +25,21 @@ from jaxserve.core.steps.offload_counts import (
     WeightReads,
 )
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.core.steps.results import StepResults, TokenLogprobs
+from jaxserve.core.steps.results import StepResults
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
-from jaxserve.runtime.grammar_masks import GrammarMasks
 from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.device_state import allocate, filled, put
-from jaxserve.runtime.programs.device_step import BUBBLE, DeviceStep, PackedInputs, SamplingRow
+from jaxserve.runtime.programs.device_step import BUBBLE, DeviceStep, PackedInputs
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
 from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.state_memory import StateMemory
 from jaxserve.runtime.step_block import StepBlock
+from jaxserve.runtime.step_sampler import StepSampler
 from jaxserve.runtime.weights.source import WeightSource
-from jaxserve.sampling import needs_state, row_constants
-from jaxserve.sampling.speculation import Acceptance
 from jaxserve.structured.matcher import TokenMatcher
 
 
@@ -64,8 +62,7 @@ class Runner:
         self._kinds.bind(programs)
         self._state = allocate(shapes.abstract_state, weights, draft_params)
         self.memory = StateMemory(self._state, shapes, self._kinds)
-        self._rows: dict[int, SamplingRow] = {}
-        self._masks = GrammarMasks(self._rows)
+        self._sampler = StepSampler(self._state, shapes, self._kinds)
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self._block = StepBlock(shapes, self._kinds)
         moe, in_parts = shapes.model.moe, isinstance(self._kinds.forward, ForwardWithHostKV)
@@ -137,37 +134,15 @@ class Runner:
 
         Raises RequestError when its bad words have too many or too long token sequences.
         """
-        words = tuple(tuple(word) for word in bad_word_ids)
-        params, stateful = seq.params, needs_state(seq.params)
-        row = SamplingRow(
-            constants=row_constants(
-                params,
-                seed,
-                multi_token_bad_words=any(len(word) > 1 for word in words),
-                processors=self.shapes.processors.names,
-            ),
-            plain=params.greedy
-            and not stateful
-            and params.logprobs is None
-            and matcher is None
-            and not params.extra_args,
-            stateful=stateful,
-            matcher=matcher,
-            bad_word_ids=words,
-            eos_token_ids=() if params.ignore_eos else eos_token_ids,
-        )
-        if stateful:
-            self._admission(seq, row)  # validates early
-        self._rows[seq.seq_id] = row
+        self._sampler.register(seq, seed, bad_word_ids, eos_token_ids, matcher)
 
     def forget(self, seq: Sequence) -> None:
-        self._rows.pop(seq.seq_id, None)
-        self._masks.forget(seq)
+        self._sampler.forget(seq)
 
     def pack(self, plan: StepPlan, step_id: int) -> PackedInputs:
         """Fixes a plan's uploads. Raises ProgramMissError when no program holds it."""
         sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
-        rows = tuple(self._rows[chunk.seq.seq_id] for chunk in sampled)
+        rows = self._sampler.rows(sampled)
         frozen = FrozenPlan.of(plan, self.shapes.kv_layout, self.shapes.trash_slot)
         return PackedInputs(step_id, plan, self._key(plan), frozen, sampled, rows)
 
@@ -210,8 +185,7 @@ class Runner:
         """Drafts for the decodes of a step that is about to run."""
         if self._kinds.proposer is not None:
             self._kinds.proposer.propose(self._state, packed)
-            if forced := self._masks.forced(packed.plan):
-                self._kinds.force_drafts(self._state, forced)
+            self._sampler.force_drafts(packed.plan)
 
     def _drain(self) -> None:
         """Completes every step in the pipeline: page operations apply to all stages at once."""
@@ -228,16 +202,8 @@ class Runner:
         begun_us: int | None,
         hidden: Hidden,
     ) -> DeviceStep:
-        token_ids = acceptance = logprobs = None
-        if any(chunk.seq.pooling is None for chunk in packed.sampled):
-            token_ids, acceptance, logprobs = self._sample(packed, key.width, hidden.sampled)
-        if self._kinds.proposer is not None:
-            self._kinds.proposer.extend(self._state, packed, key, hidden)
-        prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
-        chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
-        counts = acceptance and acceptance._replace(drafts=None)
-        results = token_ids, counts, logprobs, prompt_logprobs, chunk_sums
-        for array in jax.tree.leaves(results):
+        results = self._sampler.sample(packed, key, hidden, self.in_flight)
+        for array in jax.tree.leaves(results.to_host):
             array.copy_to_host_async()
         return DeviceStep(
             packed.step_id,
@@ -248,11 +214,7 @@ class Runner:
             together,
             packed.sampled,
             hidden.sampled,
-            token_ids,
-            acceptance,
-            logprobs,
-            prompt_logprobs,
-            chunk_sums,
+            *results,
         )
 
     def _record_expert_loads(self, hidden: Hidden) -> Hidden:
@@ -384,56 +346,3 @@ class Runner:
         steps = [packed.frozen for packed in reversed(self._stages)]
         self._kinds.set_tables(self._state, steps)
         return self._kinds.forward(self._state, key, steps)
-
-    def _sample(
-        self, packed: PackedInputs, width: int, hidden: jax.Array
-    ) -> tuple[jax.Array, Acceptance | None, TokenLogprobs[jax.Array] | None]:
-        """Samples `width` tokens for each of a step's rows, and verifies their drafts."""
-        sampled, state = packed.sampled, self._state
-        if state.speculation is None:
-            token_ids, logprobs = self._draw(packed, width, hidden)
-            return token_ids, None, logprobs
-        for chunk in packed.plan.prefills:
-            if chunk.samples:
-                self._kinds.set_history(state, chunk)
-        token_ids, logprobs = self._draw(packed, width, hidden)
-        acceptance = self._kinds.verify(state, token_ids, sampled, width, hidden)
-        if acceptance.path is not None:
-            self._kinds.compact(state, sampled, acceptance)
-        self._kinds.proposer.verified(state, packed, width, token_ids, acceptance)
-        return token_ids, acceptance, logprobs
-
-    def _draw(
-        self, packed: PackedInputs, width: int, hidden: jax.Array
-    ) -> tuple[jax.Array, TokenLogprobs[jax.Array] | None]:
-        sampled, rows = packed.sampled, packed.rows
-        if all(row.plain for row in rows):
-            return self._kinds.greedy(self._state, hidden, sampled, width), None
-        for chunk, row in zip(sampled, rows):
-            if row.stateful and chunk in packed.plan.prefills:
-                self._kinds.admit(self._state, chunk.slot, self._admission(chunk.seq, row))
-        constants = [row.constants for row in rows]
-        speculation = self._state.speculation
-        masks = self._masks.masks(packed, width, self.in_flight, speculation)
-        output = self._kinds.general(self._state, hidden, constants, sampled, masks, width)
-        wanted = any(chunk.seq.params.logprobs is not None for chunk in sampled)
-        return output.token_ids, output.logprobs if wanted else None
-
-    def _score_prompts(
-        self, packed: PackedInputs, hidden: jax.Array
-    ) -> TokenLogprobs[jax.Array] | None:
-        """Log probabilities of the token after each prefill token, if a request asks for them."""
-        prefills = packed.plan.prefills
-        if all(chunk.seq.params.prompt_logprobs is None for chunk in prefills):
-            return None
-        return self._kinds.prompt_logprobs(self._state, hidden, prefills)
-
-    def _sum_chunks(self, packed: PackedInputs, hidden: jax.Array) -> jax.Array | None:
-        """Sums of the hidden states of each prefill chunk, if those of one are pooled."""
-        prefills = packed.plan.prefills
-        if not any(chunk.seq.needs_all_hidden_states for chunk in prefills):
-            return None
-        return self._kinds.sum_chunks(self._state, hidden, prefills)
-
-    def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
-        return self._kinds.admit.pack(seq, row.eos_token_ids, row.bad_word_ids)
