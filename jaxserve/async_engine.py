@@ -282,27 +282,27 @@ class AsyncEngine:
         """Replace the weights between two steps, and return their version; as
         `LLM.update_weights`. Requests in flight keep their tokens, and the new weights make the
         next ones. A checkpoint is read while requests run."""
-        staged = await asyncio.to_thread(self._engine.stage_weights, params)
-        return await self._thread.result_of(lambda: self._engine.update_weights(staged))
+        staged = await asyncio.to_thread(self._engine.weights.stage, params)
+        return await self._thread.result_of(lambda: self._engine.weights.update(staged))
 
     async def sleep(self, level: int = 1) -> None:
         """Give the devices' memory back, as `LLM.sleep`. Requests in flight go on after `wake_up`;
         new ones are refused until then."""
-        await self._thread.result_of(lambda: self._engine.sleep(level))
+        await self._thread.result_of(lambda: self._engine.weights.sleep(level))
 
     async def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Take the memory again, as `LLM.wake_up`."""
-        await self._thread.result_of(lambda: self._engine.wake_up(tags))
+        await self._thread.result_of(lambda: self._engine.weights.wake_up(tags))
 
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is missing that `sleep` gave back."""
-        return self._engine.is_sleeping
+        return self._engine.weights.asleep
 
     @property
     def weights_version(self) -> int:
         """How often the weights that serve have been replaced."""
-        return self._engine.weights_version
+        return self._engine.weights.version
 
     async def snapshot(
         self, directory: str | Path, with_kv: bool = True, deadline_s: float | None = None

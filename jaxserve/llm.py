@@ -406,18 +406,18 @@ class LLM:
         quantized; ModelError for a checkpoint that cannot be read.
         """
         with self._lock:
-            return self.engine.update_weights(params)
+            return self.engine.weights.update(params)
 
     @property
     def weights_version(self) -> int:
         """How often `update_weights` has replaced the weights."""
-        return self.engine.weights_version
+        return self.engine.weights.version
 
     def sleep(self, level: int = 1) -> None:
         """Give the devices' memory back: the KV cache is dropped, and the weights are moved to host
         memory (level 1) or dropped (level 2). Open streams go on after `wake_up`."""
         with self._lock:
-            self.engine.sleep(level)
+            self.engine.weights.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Take the memory again, all of it or what `tags` names: "weights", "kv_cache". Weights
@@ -427,12 +427,12 @@ class LLM:
         Raises OutOfMemoryError when another process holds the memory; call it again later.
         """
         with self._lock:
-            self.engine.wake_up(tags)
+            self.engine.weights.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """Whether memory is missing that `sleep` gave back; requests raise EngineAsleepError."""
-        return self.engine.is_sleeping
+        return self.engine.weights.asleep
 
     def chat_prompt(
         self,

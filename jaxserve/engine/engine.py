@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from typing import Any, Self
 
@@ -23,15 +20,9 @@ from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.engine.commands import (
-    LoadAdapter,
-    Retract,
-    Sleep,
-    UnloadAdapter,
-    UseWeights,
-    WakeUp,
-)
+from jaxserve.engine.commands import LoadAdapter, UnloadAdapter
 from jaxserve.engine.engine_core import EngineCore
+from jaxserve.engine.engine_weights import EngineWeights
 from jaxserve.engine.input_processor import InputProcessor, check_priority
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication.core import ReplicatedCore
@@ -57,13 +48,7 @@ from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hardware.device_memory import reserve_memory
 from jaxserve.runtime.hardware.hosts import Hosts
-from jaxserve.runtime.live_weights import (
-    LiveWeights,
-    StagedWeights,
-    WeightsSource,
-    check_level,
-    memory_tags,
-)
+from jaxserve.runtime.live_weights import LiveWeights
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.startup.start import StartupProgress, no_progress, start
@@ -118,7 +103,6 @@ class Engine:
         _ENGINES.add(self)
         model, self._runner = plan.shapes.model, runner
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
-        self._weights = LiveWeights(plan, runner.memory)
         self.weight_reads, self.recall_counts = runner.weight_reads, runner.recall_counts
         self.host_kv_copies, self.sparse_reads = runner.host_kv_copies, runner.sparse_reads
         self.expert_loads = runner.expert_loads
@@ -143,6 +127,10 @@ class Engine:
             self.adapters,
         )
         self._num_hosts = 1 if hosts is None else hosts.num_hosts
+        live = LiveWeights(plan, runner.memory)
+        self.weights = EngineWeights(
+            self._core, live, plan, self._num_hosts, self.check_open, self.refuse
+        )
         self._replicated = None if hosts is None else ReplicatedCore(self._core, self._input, hosts)
         self._driver = self._replicated or self._core
         shared = self._core, self._page_transfers
@@ -307,29 +295,6 @@ class Engine:
     def _stopped(self, error: BaseException) -> None:
         self._closed = f"the engine stopped: {type(error).__name__}: {error}"
 
-    @property
-    def weights_version(self) -> int:
-        """How often `update_weights` has replaced the weights that serve."""
-        return self._core.weights_version
-
-    def stage_weights(self, source: WeightsSource) -> StagedWeights:
-        """Weights for `update_weights`, checked, and read to host memory if `source` is a
-        checkpoint. Any thread can do it while the engine runs. Raises WeightsError or ModelError,
-        and ConfigError in a multi-host job."""
-        self._check_changeable("update_weights")
-        return self._weights.staged(source)
-
-    def update_weights(self, source: WeightsSource | StagedWeights) -> int:
-        """As `LLM.update_weights`. Unfinished requests keep their tokens; their KV is recomputed by
-        the new weights. A sleeping engine takes its memory for weights again."""
-        staged = source if isinstance(source, StagedWeights) else self.stage_weights(source)
-        self._check_changeable("update_weights")
-        with self._changing("update_weights"):
-            self._core.apply(Retract())
-            self._weights.replace(staged)
-            self._core.apply(UseWeights())
-        return self.weights_version
-
     def load_adapter(
         self, adapter: LoRARequest | StagedAdapter, in_place: bool = False, pinned: bool = True
     ) -> None:
@@ -346,39 +311,6 @@ class Engine:
         """Those of unfinished requests."""
         outputs = (output for each in self._requests.values() for output in each.sequence_outputs)
         return [output.seq.adapter for output in outputs if output.seq.adapter is not None]
-
-    def sleep(self, level: int = 1) -> None:
-        """As `LLM.sleep`. Raises ConfigError for another level, and in a multi-host job."""
-        check_level(level)
-        self._check_changeable("sleep")
-        with self._changing("sleep"):
-            self._core.apply(Sleep())
-            self._weights.sleep(level)
-
-    def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
-        """As `LLM.wake_up`. Raises WeightsError when dropped weights came from arrays, ModelError
-        when they cannot be read, OutOfMemoryError; what was not taken then sleeps on."""
-        wanted = memory_tags(tags)
-        self.check_open()
-        with interrupts_held():
-            self._weights.wake_up(wanted)
-            if not self._weights.asleep:
-                self._core.apply(WakeUp())
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine lacks memory that `sleep` gave back."""
-        return self._core.asleep
-
-    @contextlib.contextmanager
-    def _changing(self, what: str) -> Iterator[None]:
-        """A change that, once begun, ends the engine if it fails: its state is then unknown."""
-        try:
-            with interrupts_held():
-                yield
-        except Exception as error:
-            self._closed = f"{what} failed: {type(error).__name__}: {error}"
-            raise
 
     def output(self, request: Request) -> RequestOutput:
         """The output of a request so far, with its timings."""
@@ -397,7 +329,7 @@ class Engine:
         return self.metrics.get_metrics(self.log.now()) | of_kv | of_experts
 
     def refuse(self, reason: str) -> None:
-        """Accept no more requests, while a step hangs in another thread."""
+        """Accept no more requests, as while a step hangs in another thread."""
         self._closed = reason
 
     def close(self) -> None:
@@ -407,7 +339,8 @@ class Engine:
         finally:
             if self._runner is not None:
                 self._runner.close()
-            self._runner = self._weights = None
+            self._runner = None
+            self.weights.close()
             self.adapters.close()
             self._closed = self._closed or "the engine was closed"
 
@@ -415,19 +348,6 @@ class Engine:
         """The sampling defaults of the model's generation_config.json, with `overrides`."""
         defaults = dict(self.plan.shapes.model.default_sampling)
         return SamplingParams.from_defaults(defaults, **overrides)
-
-    def _check_changeable(self, what: str) -> None:
-        self.check_open()
-        if self.plan.shapes.placement.streamed:
-            raise ConfigError(
-                f"{what} is for weights that are all on the device, and weights_on is "
-                f"{self.plan.config.weights_on!r}; leave weights_on out, or start the engine again."
-            )
-        if self._num_hosts > 1:
-            raise ConfigError(
-                f"{what} supports a single process only, and this job has {self._num_hosts}; "
-                "give all devices to one process."
-            )
 
     def check_open(self) -> None:
         """Raises EngineClosedError when it was closed, or a step or a change of its memory has

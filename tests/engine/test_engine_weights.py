@@ -99,7 +99,7 @@ def test_a_request_in_flight_goes_on_as_if_its_tokens_had_been_a_prompt(
     stream = llm.stream(llama.prompts[7], params)
     running = llm.stream(llama.prompts[10], params)
     begun = [next(stream).token_ids[0] for _ in range(5)]
-    old = llm.engine.weights_version
+    old = llm.engine.weights.version
     new = llm.update_weights(trained.params)
     outputs = [stream.result(), running.result()]
     for output, prompt in zip(outputs, (llama.prompts[7], llama.prompts[10])):
@@ -181,10 +181,10 @@ def wrong(params, change):
     ],
 )
 def test_a_pytree_that_differs_is_refused_by_its_first_leaf(llm, llama, change, message):
-    version = llm.engine.weights_version
+    version = llm.engine.weights.version
     with pytest.raises(WeightsError, match=message):
         llm.update_weights(wrong(llama.params, change))
-    assert llm.engine.weights_version == version
+    assert llm.engine.weights.version == version
     llama.check_greedy(generate(llm, llama.prompts[5], GREEDY))
 
 

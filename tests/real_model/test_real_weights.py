@@ -32,7 +32,7 @@ def test_weights_are_replaced_and_sleep(llm, smollm2):
     llm.wake_up()
     after = generate(llm, PROMPT, GREEDY).outputs[0]
     assert after.token_ids == before.token_ids
-    assert [run.version for run in after.weights] == [llm.engine.weights_version]
+    assert [run.version for run in after.weights] == [llm.engine.weights.version]
 
 
 @pytest.mark.parametrize("dtype", ["float32", combination("bfloat16")])
