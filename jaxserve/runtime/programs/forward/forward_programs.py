@@ -26,6 +26,7 @@ from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.program_kind import PartKind, ProgramKind, partition_specs
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.programs.shapes.steps import layer_slices
 from sharding_rules import SEQ, STAGE
 
 BY_RANK = P((STAGE, SEQ))
@@ -226,8 +227,12 @@ class _Layers(PartKind[_LayersKey]):
     def __init__(self, shapes: ProgramShapes, first: Embed) -> None:
         super().__init__(shapes)
         self._first = first
+        count, streamed = shapes.local_model.num_layers, bool(shapes.placement.streamed)
         self._slices = {
-            key: [self._slice(key, layers) for layers in shapes.layer_slices(key)]
+            key: [
+                self._slice(key, layers)
+                for layers in layer_slices(shapes.config, key, count, streamed)
+            ]
             for key in shapes.layouts
         }
 

@@ -29,28 +29,16 @@ from jaxserve.runtime.planning.shadow import ShadowSizes
 from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
-from jaxserve.runtime.programs.layout.tiles import DEFAULT_TILE_TOKENS, TILE_TOKENS
 from jaxserve.runtime.programs.shapes.host_kv import HostKVShapes
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from jaxserve.runtime.programs.shapes.params import ParamShapes, param_rules
-from jaxserve.runtime.programs.shapes.ring import longest_ring_context
 from jaxserve.runtime.programs.shapes.state import sampling_shapes, speculation_shapes
+from jaxserve.runtime.programs.shapes.steps import step_buckets, tile_tokens
 from jaxserve.runtime.weights.placement import LayerPlacement, place
 from jaxserve.runtime.weights.source import ResidentWeights
 from jaxserve.sampling.processors import Processors
 from jaxserve.structured.bitmask import mask_words
-from sharding_rules import (
-    ACTIVATIONS,
-    STAGE,
-    Rules,
-)
-
-DECODE_LAYERS = 6
-"""Layers of a decode step compiled together on CPUs (docs/decisions/002-programs.md)."""
-LEAST_ROWS = {"gpu": 2}
-"""Decode rows of the smallest program, by platform. Compiled for an H200, a single row of
-Llama-3.1-8B takes 18 kernels a layer and two rows take 12: XLA drops a dimension of size one, and
-no longer fuses norms, nor rotations with writes of keys."""
+from sharding_rules import ACTIVATIONS, STAGE, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,25 +125,7 @@ class ProgramShapes:
 
     @functools.cached_property
     def buckets(self) -> Buckets:
-        buckets = Buckets.from_config(
-            self.config.max_step_seqs,
-            self.config.max_num_batched_tokens,
-            pipelined=self.stages > 1,
-            seq=self.seq,
-            tiled=self.config.batch_invariant,
-            least_rows=LEAST_ROWS.get(self.device.platform, 1),
-            draft_lengths=self.config.draft_lengths,
-        )
-        page_size, contexts = self.config.page_size, {}
-        for key in buckets.keys():  # noqa: SIM118
-            # Full chunks only, since short sends wait for each other.
-            if key.prefill_tokens == buckets.max_prefill_tokens and (
-                context := longest_ring_context(
-                    self.config, self.model, self.device, key.prefill_tokens
-                )
-            ):
-                contexts[key] = cdiv(context, page_size) * page_size
-        return dataclasses.replace(buckets, ring_contexts=contexts)
+        return step_buckets(self.config, self.model, self.device)
 
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
@@ -172,9 +142,7 @@ class ProgramShapes:
     @property
     def tile(self) -> int | None:
         """Tokens per tile with `batch_invariant`; None for no tiling."""
-        if not self.config.batch_invariant:
-            return None
-        return TILE_TOKENS.get(self.device.platform, DEFAULT_TILE_TOKENS)
+        return tile_tokens(self.config, self.device)
 
     @property
     def max_width(self) -> int:
@@ -230,17 +198,6 @@ class ProgramShapes:
         never do."""
         full = self.kv_layout.groups[0].window is None
         return self.config.shared_prefix_attention == "enabled" and full
-
-    def layer_slices(self, key: ProgramKey) -> list[slice]:
-        """Consecutive layers that run in one program, where the model is not one program.
-
-        Decode steps are short, so they use larger groups and fewer calls, unless layers are
-        streamed one by one.
-        """
-        in_blocks = self.config.steps_per_weight_read > 1
-        one = bool(key.prefill_tokens or self.placement.streamed or in_blocks)
-        size, count = 1 if one else DECODE_LAYERS, self.local_model.num_layers
-        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
     @property
     def _links_both_ways(self) -> bool:

@@ -10,12 +10,28 @@ import jax.numpy as jnp
 from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.runtime.hardware.devices import collective_rates
 from pallas_kernels.ring_attention import choose_scheme
 
 RING_CHUNKS = 4
 """Ring attention is for contexts of at most this many chunks: buffers for the longest are allocated
 and sent, whatever the context is."""
+
+
+def ring_contexts(
+    config: EngineConfig, model: ModelConfig, device: jax.Device, buckets: Buckets
+) -> dict[ProgramKey, int]:
+    """For each program that gets a ring variant, the longest context that it is used for, in whole
+    pages."""
+    contexts = {}
+    for key in buckets.keys():  # noqa: SIM118
+        # Full chunks only, since short sends wait for each other.
+        if key.prefill_tokens == buckets.max_prefill_tokens and (
+            context := longest_ring_context(config, model, device, key.prefill_tokens)
+        ):
+            contexts[key] = cdiv(context, config.page_size) * config.page_size
+    return contexts
 
 
 def longest_ring_context(
