@@ -138,7 +138,9 @@ def layer(
     heads = llama.project_qkv(config, p, both)
     attended = llama.attend(config, kind, heads, rotations, attention)
     x = x + layers.row_parallel(p["attn_out"], attended, p.get("attn_out_bias"))
-    return x + llama.mlp(p, config, kind, layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps))
+    normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
+    biases = p.get("gate_up_bias"), p.get("down_bias")
+    return x + layers.gated_mlp(normed, p["gate_up"], p["down"], *biases)
 
 
 def draft_logits(eps: float, params: Params, states: jax.Array) -> jax.Array:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
 from jaxserve.core.model_config import ExpertGroups, LayerKind, MLAConfig, ModelConfig, MoEConfig
 from jaxserve.models import layers, mla, moe_specs, rope
 from jaxserve.models.config_fields import only
@@ -168,16 +166,16 @@ def layer(
     p: Params,
     config: ModelConfig,
     kind: LayerKind,
-    x: jax.Array,
+    x: layers.Residual,
     rotations: llama.Rotations,
     attention: Attention,
-) -> jax.Array:
+) -> layers.Residual:
     """One pre-norm block: x [tokens, hidden] plus its attention, plus its MLP or mixture."""
-    normed = layers.rms_norm(x, p["attn_norm"], config.rms_norm_eps)
+    x, normed = layers.normed(x, p["attn_norm"], config.rms_norm_eps)
     attended = mla.attend(p, config, kind, normed, rotations, attention)
     x = x + layers.row_parallel(p["attn_out"], attended, p.get("attn_out_bias"))
     normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
-    return x + llama.mlp(p, config, kind, normed)
+    return llama.add_mlp(p, config, kind, x, normed)
 
 
 V2 = dataclasses.replace(

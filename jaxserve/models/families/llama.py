@@ -175,18 +175,17 @@ def layer(
         k = layers.rms_norm(k, p["k_norm"], config.rms_norm_eps)
     attended = attend(config, kind, (q, k, v), rotations, attention, p.get("sinks"))
     x = layers.add_row_parallel(x, p["attn_out"], attended, p.get("attn_out_bias"))
-    x, normed = layers.normed(x, p["mlp_norm"], config.rms_norm_eps)
+    return add_mlp(p, config, kind, *layers.normed(x, p["mlp_norm"], config.rms_norm_eps))
+
+
+def add_mlp(
+    p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array, normed: jax.Array
+) -> layers.Residual:
+    """x [tokens, hidden] plus the MLP of `normed`, its norm, or plus its mixture of experts."""
     if kind.sparse:
-        return x + mlp(p, config, kind, normed)
+        return x + moe.mixture(config.moe, p, normed)
     gated = layers.gated(normed, p["gate_up"], p.get("gate_up_bias"))
     return layers.add_row_parallel(x, p["down"], gated, p.get("down_bias"))
-
-
-def mlp(p: Params, config: ModelConfig, kind: LayerKind, x: jax.Array) -> jax.Array:
-    """The MLP of x [tokens, hidden], or its mixture of experts."""
-    if kind.sparse:
-        return moe.mixture(config.moe, p, x)
-    return layers.gated_mlp(x, p["gate_up"], p["down"], p.get("gate_up_bias"), p.get("down_bias"))
 
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
-from jaxserve.models import layers, moe_specs
+from jaxserve.models import layers, moe, moe_specs
 from jaxserve.models.families import llama, olmo2
 from jaxserve.models.family import Attention, Params
 from jaxserve.models.hf_config import common_config, flag, integer, number
@@ -59,7 +59,7 @@ def layer(
     attended = llama.attend(config, kind, heads, rotations, attention)
     x = x + layers.row_parallel(p["attn_out"], attended, p.get("attn_out_bias"))
     normed = layers.rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
-    return x + llama.mlp(p, config, kind, normed)
+    return x + moe.mixture(config.moe, p, normed)
 
 
 FAMILY = dataclasses.replace(
