@@ -125,10 +125,7 @@ def candidates(
     or its filters leave fewer, the others by their scores.
     """
     count = logits.shape[1]
-    floats = lax.bitcast_convert_type(meta, jnp.float32)
-    masks = jnp.zeros((len(meta), mask_words(processors.vocab_size)), jnp.int32)
-    scores = _processed(logits, state, meta, floats, masks, processors, None)
-    best = parallel.max_over_vocab(jnp.max(scores, axis=1))
+    floats, scores, best = _without_masks(logits, state, meta, processors, None)
     chances, distance = _chances(scores, best, meta, floats, count), scores - best[:, None]
     sampled = floats[:, row.TEMPERATURE, None] > 0
     after_all = distance - _BEHIND
@@ -145,12 +142,23 @@ def distribution(
 ) -> jax.Array:
     """Probabilities float32 [rows, padded vocab] that `general` samples from. Arguments as there,
     without masks."""
+    floats, scores, best = _without_masks(logits, state, meta, processors, drafts)
+    kept = _kept_weights(scores, best, meta, floats)
+    return kept / parallel.sum_over_vocab(jnp.sum(kept, axis=1))[:, None]
+
+
+def _without_masks(
+    logits: jax.Array,
+    state: SamplingState,
+    meta: jax.Array,
+    processors: Processors,
+    drafts: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The float fields of `meta`, the scores of tokens, and the highest of each row."""
     floats = lax.bitcast_convert_type(meta, jnp.float32)
     masks = jnp.zeros((len(meta), mask_words(processors.vocab_size)), jnp.int32)
     scores = _processed(logits, state, meta, floats, masks, processors, _pending(meta, drafts))
-    best = parallel.max_over_vocab(jnp.max(scores, axis=1))
-    kept = _kept_weights(scores, best, meta, floats)
-    return kept / parallel.sum_over_vocab(jnp.sum(kept, axis=1))[:, None]
+    return floats, scores, parallel.max_over_vocab(jnp.max(scores, axis=1))
 
 
 def most_likely(logits: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:

@@ -113,6 +113,11 @@ class RaggedBatch(NamedTuple):
     starts: jax.Array
     lengths: jax.Array
 
+    def after_decodes(self, num_decodes: int) -> RaggedBatch:
+        """The other rows, with the tokens after those of decodes as their flat batch."""
+        rows = RaggedBatch(*(field[num_decodes:] for field in self))
+        return rows._replace(starts=rows.starts - num_decodes)
+
 
 class DecodeGroups(NamedTuple):
     """Groups of neighbouring decodes whose page tables begin with the same pages, int32 [groups].

@@ -136,8 +136,7 @@ def paged_attention(
         outs.append(out)
         lses.append(lse)
     if tokens > num_decodes:
-        rest = RaggedBatch(*(field[num_decodes:] for field in batch))
-        rest = rest._replace(starts=rest.starts - num_decodes)
+        rest = batch.after_decodes(num_decodes)
         many = Visible(*(limit[num_decodes:] for limit in visible))
         out, lse = _prefill(q[num_decodes:], pages, rest, many, to_scores)
         outs.append(out)

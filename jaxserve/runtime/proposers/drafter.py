@@ -271,11 +271,16 @@ class Draft(_DrafterKind):
         return int32(self.layout(key).size), int32(key, fields), int32()
 
     def __call__(self, state: DeviceState, step: PackedInputs) -> None:
+        self.run(state, *self.packed_decodes(state, step), np.int32(step.plan.width - 1))
+
+    def packed_decodes(
+        self, state: DeviceState, step: PackedInputs
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """The program for the decodes of a step, their packed vector, and how they sample."""
         decodes = step.plan.decodes
         key = holding(self.shapes.buckets.rows, len(decodes))
         vector = self.packed(state, self.layout(key), StepPlan(decodes))
-        rows = draft_rows(self.shapes, step, key)
-        self.run(state, key, vector, rows, np.int32(step.plan.width - 1))
+        return key, vector, draft_rows(self.shapes, step, key)
 
 
 class DraftPrefill(_DrafterKind):

@@ -23,7 +23,7 @@ from jax import lax
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
+from jaxserve.core.steps.plan import ScheduledChunk
 from jaxserve.kv.layout import KVPlace
 from jaxserve.models.family import Params
 from jaxserve.runtime.hardware.arrays import placed
@@ -34,13 +34,12 @@ from jaxserve.runtime.programs.forward.forward_programs import BY_RANK, Hidden
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.page_programs import SetTables
 from jaxserve.runtime.programs.program_kind import ProgramKind
-from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
+from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.proposers.draft_layer import DraftLayer
 from jaxserve.runtime.proposers.draft_model import check_context, within
 from jaxserve.runtime.proposers.drafter import (
     Draft,
     Drafter,
-    draft_rows,
     sample_drafts,
 )
 from jaxserve.runtime.proposers.eagle_tree import TreeShape, draft_tree
@@ -197,10 +196,7 @@ class _DraftTree(_Draft):
         return super().uploads(key)[:2]
 
     def __call__(self, state: DeviceState, step: PackedInputs) -> None:
-        decodes = step.plan.decodes
-        key = holding(self.shapes.buckets.rows, len(decodes))
-        vector = self.packed(state, self.layout(key), StepPlan(decodes))
-        self.run(state, key, vector, draft_rows(self.shapes, step, key))
+        self.run(state, *self.packed_decodes(state, step))
 
 
 class Extend(ProgramKind[ProgramKey]):

@@ -59,8 +59,7 @@ def paged_attention(
         decoded = decode.paged_decode(q, pages, batch, visible, num_decodes=num_decodes, **options)
         parts.append(decoded)
     if len(q) > num_decodes:
-        rest = RaggedBatch(*(field[num_decodes:] for field in batch))
-        rest = rest._replace(starts=rest.starts - num_decodes)
+        rest = batch.after_decodes(num_decodes)
         visible = Visible(*(field[num_decodes:] for field in visible))
         arguments = q[num_decodes:], pages, rest, visible
         if num_decodes and prefill.unsupported(q, pages):

@@ -68,8 +68,7 @@ def attend(
             **scores,
         )
         parts.append(of_heads.values(out))
-    chunks = jax.tree.map(lambda array: array[num_decodes:], slot_mapping.batch)
-    chunks = chunks._replace(starts=chunks.starts - num_decodes)
+    chunks = slot_mapping.batch.after_decodes(num_decodes)
     q = q[num_decodes:]
     visible = before_chunks(chunks, len(q), window)
     out, lse = attend_to_pages(q, pages, chunks, visible, num_decodes=0, **scores)

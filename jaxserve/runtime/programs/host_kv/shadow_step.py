@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import rope
 from jaxserve.runtime.planning.shadow import CHUNK
+from jaxserve.runtime.programs.host_kv.sparf_step import masked_softmax
 from jaxserve.runtime.programs.host_kv.step import Partial
 from pallas_kernels.merge import merge_two
 from pallas_kernels.page_copy.rows import to_pages
@@ -159,9 +160,7 @@ def choose(
     own_outliers = outliers[decodes.slots]
     valid &= (chunk[None, :, None] != own_outliers[:, None, :]).all(axis=2)
     valid = valid[:, None, None]
-    highest = jnp.where(valid, scores, -jnp.inf).max(axis=-1, keepdims=True)
-    weights = jnp.where(valid, jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0)), 0)
-    shares = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    shares = masked_softmax(scores, valid)
     best, chosen = jax.lax.top_k(jnp.where(valid[:, 0], shares.max(axis=2), -1.0), recalled)
     return jnp.where(best >= 0, chosen, NO_CHUNK).astype(jnp.int32)
 

@@ -54,7 +54,7 @@ def attend_to_some(
     empty = jnp.zeros((*q.shape[:3], width), jnp.float32)
     estimates = lax.fori_loop(0, ceil_div(jnp.max(context), page_size), of_page, empty)
     seen = jnp.arange(width) < context[:, None]
-    weights = _softmax(_capped(config, estimates), seen[:, None, None])
+    weights = masked_softmax(_capped(config, estimates), seen[:, None, None])
     ranks = jnp.where(seen[:, None], weights.sum(axis=2), -1.0)
     best, tokens = lax.top_k(ranks, sizes.selected)
     selected = (best >= 0)[:, :, None]
@@ -84,8 +84,8 @@ def _capped(config: ModelConfig, scores: jax.Array) -> jax.Array:
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def _softmax(scores: jax.Array, seen: jax.Array) -> jax.Array:
-    """Over what is `seen`; zeros if that is nothing."""
+def masked_softmax(scores: jax.Array, seen: jax.Array) -> jax.Array:
+    """Softmax of `scores` [..., n] over what is `seen`; zeros if that is nothing."""
     highest = jnp.where(seen, scores, -jnp.inf).max(axis=-1, keepdims=True)
     weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0)), 0)
     return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
