@@ -25,7 +25,7 @@ class AdmissionRule:
     max_num_seqs: int
     reserves: bool
     watermark_pages: int
-    host: HostKV | None = None
+    host_kv: HostKV | None = None
     """For sequences longer than the pool; None refuses these."""
 
     @classmethod
@@ -34,7 +34,7 @@ class AdmissionRule:
         config: SchedulerConfig,
         capacity: int,
         layout: KVLayout,
-        host: HostKV | None = None,
+        host_kv: HostKV | None = None,
     ) -> AdmissionRule:
         return cls(
             capacity=capacity,
@@ -42,7 +42,7 @@ class AdmissionRule:
             max_num_seqs=config.max_num_seqs,
             reserves=POLICIES[config.policy].pages == "reserve",
             watermark_pages=_watermark_pages(config.watermark, capacity),
-            host=host,
+            host_kv=host_kv,
         )
 
     def margin(self, num_running: int) -> int:
@@ -62,11 +62,11 @@ class AdmissionRule:
         preempted as they grow.
         """
         pages, most = self.layout.pages_for(num_tokens - 1), self.max_num_seqs
-        if pages > (self.capacity if self.host is None else self.host.capacity):
-            if self.host is None or pages > self.host.longest:
+        if pages > (self.capacity if self.host_kv is None else self.host_kv.capacity):
+            if self.host_kv is None or pages > self.host_kv.longest:
                 return 0
-            most = min(most, self.host.num_pages // self.host.on_host(pages))
-            pages = self.host.resident_pages
+            most = min(most, self.host_kv.num_pages // self.host_kv.on_host(pages))
+            pages = self.host_kv.resident_pages
         others = max(0, self.capacity - pages - self.margin(1)) // pages
         return min(1 + others, most)
 
@@ -87,13 +87,13 @@ def kv_limit(
     max_model_len: int,
     capacity: int,
     layout: KVLayout,
-    host: HostKV | None = None,
+    host_kv: HostKV | None = None,
 ) -> int:
     """Maximum number of tokens whose KV a sequence needs, as in `Sequence.kv_limit`.
 
     Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in the
-    context or that, with its `max_tokens`, can never fit a pool of `capacity` pages, nor the `host`
-    beside it.
+    context or that, with its `max_tokens`, can never fit a pool of `capacity` pages, nor one
+    with `host_kv` beside it.
     """
     length = seq.num_prompt
     if not length:
@@ -105,8 +105,8 @@ def kv_limit(
         )
     room = max_model_len - length
     pool_tokens = most_tokens = layout.longest(capacity, max_model_len)
-    if host is not None:
-        most_tokens = layout.longest(host.longest, max_model_len)
+    if host_kv is not None:
+        most_tokens = layout.longest(host_kv.longest, max_model_len)
     wanted = seq.params.max_tokens
     if wanted is None:  # Up to the context limit, or to the pool's capacity if that is smaller.
         within = pool_tokens if length <= pool_tokens else most_tokens
@@ -114,12 +114,12 @@ def kv_limit(
     max_tokens = min(wanted, room)
     limit = length + max_tokens - 1
     pages = layout.pages_for(limit)
-    if pages > (capacity if host is None else host.longest):
+    if pages > (capacity if host_kv is None else host_kv.longest):
         beside = ""
-        if host is not None:
+        if host_kv is not None:
             beside = (
-                f", of which a longer request has {host.resident_pages}, beside up to "
-                f"{host.num_pages} on the host (host_kv_bytes)"
+                f", of which a longer request has {host_kv.resident_pages}, beside up to "
+                f"{host_kv.num_pages} on the host (host_kv_bytes)"
             )
         raise PromptTooLongError(
             f"a prompt of {length} tokens with max_tokens {max_tokens} needs {pages} KV pages "

@@ -67,8 +67,8 @@ class SequenceLifecycle:
         Raises RequestError for an empty prompt, PromptTooLongError for one that leaves no room in
         the context or that, with its `max_tokens`, can never fit the pool.
         """
-        capacity, host = self.pool.capacity, self.kv.host_limits
-        limit = kv_limit(seq, self.config.max_model_len, capacity, self.kv.layout, host)
+        capacity, host_kv = self.pool.capacity, self.kv.host_limits
+        limit = kv_limit(seq, self.config.max_model_len, capacity, self.kv.layout, host_kv)
         seq.kv_limit = min(seq.kv_limit or limit, limit)  # A restored one has its own.
         seq.priority_ageing_us = self.config.priority_ageing_us
         seq.set_priority(seq.priority)

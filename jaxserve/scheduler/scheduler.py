@@ -62,7 +62,7 @@ class Scheduler(SequenceLifecycle):
         if config.fair_share:
             waiting = FairQueue()
         self._drafter_works = self._warned_of_drafter = False
-        self._awaits_host = False
+        self._awaits_host_pages = False
         super().__init__(config, kv, waiting)
         self._admission = AdmissionRule.of(config, self.pool.capacity, kv.layout, kv.host_limits)
 
@@ -75,7 +75,7 @@ class Scheduler(SequenceLifecycle):
         if self._slack is not None:
             self._slack.now_us = now_us
         self._begin_step()
-        self._awaits_host = False
+        self._awaits_host_pages = False
         budget = self.config.max_num_batched_tokens
         decodes: list[ScheduledChunk] = []
         self._preempt_for_priority()
@@ -369,8 +369,8 @@ class Scheduler(SequenceLifecycle):
         num_pages = self.tables[seq.seq_id].num_host_pages
         if not num_pages:
             return False
-        self._awaits_host |= num_pages > self.kv.num_free_host_pages
-        return self._awaits_host
+        self._awaits_host_pages |= num_pages > self.kv.num_free_host_pages
+        return self._awaits_host_pages
 
     def _admit_batch(self) -> None:
         """Forms the next batch of a policy whose running batches admit no sequences."""

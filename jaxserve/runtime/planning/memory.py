@@ -211,9 +211,9 @@ def host_kv(
     return HostKV(capacity, max(layout.chunk_pages, capacity // 3), host_pages)
 
 
-def group_pages(host: HostKV) -> int:
+def group_pages(host_kv: HostKV) -> int:
     """Host pages that are copied and attended to together."""
-    return min(KV_GROUP_PAGES, host.resident_pages)
+    return min(KV_GROUP_PAGES, host_kv.resident_pages)
 
 
 def plan_memory(

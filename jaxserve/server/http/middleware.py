@@ -56,14 +56,14 @@ class RootPath:
 
 
 class HeaderChecks:
-    """Refuses headers that are too large or ambiguous, and hosts that are not among `hosts` if that
-    is not None: a page of another site could otherwise use a server of its visitor's machine, by
-    pointing its own name there."""
+    """Refuses headers that are too large or ambiguous, and a Host header that names none of
+    `allowed_hosts` if that is not None: a page of another site could otherwise use a server of its
+    visitor's machine, by pointing its own name there."""
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str] | None, has_keys: bool) -> None:
+    def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str] | None, has_keys: bool) -> None:
         self._app = app
         self._has_keys = has_keys
-        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+        self._allowed = None if allowed_hosts is None else {host.lower() for host in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
@@ -83,7 +83,7 @@ class HeaderChecks:
             message = "the header has Content-Length and Transfer-Encoding; send one of them."
             return ErrorReply(400, message, "invalid_request_error")
         host = given.get(b"host", b"").decode("latin-1").lower()
-        if self._hosts is not None and scope["path"] not in OPEN_PATHS and not self._knows(host):
+        if self._allowed is not None and scope["path"] not in OPEN_PATHS and not self._knows(host):
             other = "" if self._has_keys else ", or with --api-key-file"
             message = (
                 f"this server does not answer to the host {host!r:.80}; start it with "
@@ -95,7 +95,7 @@ class HeaderChecks:
     def _knows(self, host: str) -> bool:
         """Whether a Host header is absent, an address, localhost or an allowed name."""
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if name in ("", "localhost") or name in self._hosts:
+        if name in ("", "localhost") or name in self._allowed:
             return True
         try:
             ipaddress.ip_address(name.strip("[]"))
