@@ -30,9 +30,9 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess
 from jaxserve.engine.snapshot.facts import SnapshotFacts
 from jaxserve.engine.snapshot.migration import Migration
+from jaxserve.engine.snapshot.multi_host import OneHost
 from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.snapshots import Snapshots
-from jaxserve.engine.snapshot.together import OneHost
 from jaxserve.metrics.expert_metrics import expert_metrics
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metric import Metric

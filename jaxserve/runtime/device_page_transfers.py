@@ -12,7 +12,7 @@ from jaxserve.core.events import EventLog
 from jaxserve.kv.host_pages import HostPages
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.rates import OffloadRates
-from jaxserve.kv.offload.tiers import DiskStore, HostStore, Store
+from jaxserve.kv.offload.stores import DiskStore, HostStore, Store
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferWorker
 from jaxserve.kv.offload.transfers import TRANSFER_SIZES
 from jaxserve.kv.page_transfers import PageTransfers

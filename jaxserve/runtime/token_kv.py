@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.model_config import ModelConfig
-from jaxserve.kv.offload.tiers import Store
+from jaxserve.kv.offload.stores import Store
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.tier import Tier
 from jaxserve.runtime.programs.shapes.program import ProgramShapes

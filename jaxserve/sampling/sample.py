@@ -14,9 +14,9 @@ from jaxserve.models import parallel
 from jaxserve.sampling import rows as row
 from jaxserve.sampling.acceptance import AcceptanceRule, Drafted, decide
 from jaxserve.sampling.branches import is_taken
+from jaxserve.sampling.logits import add_bias, ban_tokens, mask_tokens, penalize, when
 from jaxserve.sampling.logprobs import no_logprobs, token_logprobs
 from jaxserve.sampling.noise import exponentials
-from jaxserve.sampling.process import add_bias, ban_tokens, mask_tokens, penalize, when
 from jaxserve.sampling.processors import NO_PROCESSORS, Processors, apply_processors
 from jaxserve.sampling.state import SamplingState, record
 from jaxserve.sampling.threshold import weight_floor

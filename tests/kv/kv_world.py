@@ -18,7 +18,7 @@ from jaxserve.core.settings.choices import Preemption
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.manager import KVManager, Match
-from jaxserve.kv.offload.tiers import DiskStore, HostStore
+from jaxserve.kv.offload.stores import DiskStore, HostStore
 from jaxserve.kv.offload.transfer_worker import TransferHandle
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool

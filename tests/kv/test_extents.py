@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.kv.extents import ExtentAllocator
-from jaxserve.kv.offload.tiers import page_runs
+from jaxserve.kv.offload.stores import page_runs
 
 
 def num_runs(pages: list[int]) -> int:

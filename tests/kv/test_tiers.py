@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scripts import run_script
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.kv.offload.tiers import DiskStore, HostStore, PageCorruptError, page_runs
+from jaxserve.kv.offload.stores import DiskStore, HostStore, PageCorruptError, page_runs
 
 NUM_PAGES, PAGE_BYTES = 12, 96
 
@@ -203,7 +203,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_write():
     script = """
         import errno, resource, signal, tempfile
         import numpy as np
-        from jaxserve.kv.offload.tiers import DiskStore, PageCorruptError
+        from jaxserve.kv.offload.stores import DiskStore, PageCorruptError
 
         PAGE = 4096
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from scripts import run_script
 
 from jaxserve.core.errors import ConfigError, EngineClosedError
-from jaxserve.kv.offload.tiers import DiskStore, HostStore
+from jaxserve.kv.offload.stores import DiskStore, HostStore
 from jaxserve.kv.offload.transfer_worker import (
     TransferError,
     TransferHandle,
@@ -251,7 +251,7 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
         import resource, signal, tempfile
         import numpy as np
         from jaxserve.kv.offload.transfer_worker import TransferState, TransferWorker
-        from jaxserve.kv.offload.tiers import DiskStore, HostStore
+        from jaxserve.kv.offload.stores import DiskStore, HostStore
         from jaxserve.kv.tier import Tier
 
         PAGE = 4096

@@ -26,7 +26,7 @@ from jaxserve.engine.snapshot.parts import PartReader, encode_parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Tables, cached_table
 from jaxserve.engine.snapshot.saved_kv import SavedKV
-from jaxserve.kv.offload.tiers import PageCorruptError
+from jaxserve.kv.offload.stores import PageCorruptError
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.tier import Tier

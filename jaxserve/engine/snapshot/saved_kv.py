@@ -21,7 +21,7 @@ from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import SnapshotError
 from jaxserve.engine.snapshot.files import RowsMissing
 from jaxserve.engine.snapshot.kv import NAMES
-from jaxserve.engine.snapshot.together import OneHost, agreeing
+from jaxserve.engine.snapshot.multi_host import OneHost, agreeing
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable

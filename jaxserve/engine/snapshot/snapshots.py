@@ -21,9 +21,9 @@ from jaxserve.core.process.signals import interrupts_held
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess, states_of
 from jaxserve.engine.snapshot.files import SnapshotReader, SnapshotWriter, check_writable
+from jaxserve.engine.snapshot.multi_host import agreeing
 from jaxserve.engine.snapshot.restorer import Contents
-from jaxserve.engine.snapshot.together import agreeing
-from jaxserve.kv.offload.tiers import PageCorruptError
+from jaxserve.kv.offload.stores import PageCorruptError
 
 
 class Snapshots:

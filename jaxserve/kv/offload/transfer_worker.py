@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core.errors import ConfigError, EngineClosedError, JaxserveError
-from jaxserve.kv.offload.tiers import Store
+from jaxserve.kv.offload.stores import Store
 from jaxserve.kv.tier import Tier
 
 

@@ -12,7 +12,7 @@ from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.kv.offload.tiers import DiskStore
+from jaxserve.kv.offload.stores import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
 from jaxserve.models.registry import is_registered
