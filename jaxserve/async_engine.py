@@ -286,8 +286,8 @@ class AsyncEngine:
         return await self._thread.result_of(lambda: self._engine.weights.update(staged))
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the devices' memory back, as `LLM.sleep`. Requests in flight go on after `wake_up`;
-        new ones are refused until then."""
+        """Give the devices' memory back, as `LLM.sleep`. Requests in flight continue after
+        `wake_up`; new ones are refused until then."""
         await self._thread.result_of(lambda: self._engine.weights.sleep(level))
 
     async def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
@@ -349,7 +349,7 @@ class AsyncEngine:
     ) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
         until `abort`. With `start` the KV of one stage, as `Migration.export_request`. What the
-        prompts of two steps have computed is read while steps go on, as far as device memory is
+        prompts of two steps have computed is read while steps continue, as far as device memory is
         free for copies of it and no page is on a lower tier; else all is read between two steps,
         which takes as long as its bytes take from the devices to memory.
         Raises as `LLM.export_request`."""
@@ -420,8 +420,8 @@ class AsyncEngine:
         return await self._thread.result_of(lambda: self._engine.migration.import_prefix(received))
 
     async def _received(self, parts: SequenceOf[bytes]) -> Received:
-        """What another engine has exported, read and converted while steps go on, and its grammar
-        compiled."""
+        """What another engine has exported, read and converted while steps continue, and its
+        grammar compiled."""
         received = await asyncio.to_thread(self._engine.migration.received, parts)
         if received.state is not None:
             preparation = self._engine.preparation(received.state.added.params)

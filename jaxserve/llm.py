@@ -340,7 +340,8 @@ class LLM:
 
     def export_request(self, request_id: str, with_kv: bool = True) -> Iterator[bytes]:
         """The request of an open stream as bytes, for `import_request` of another engine on any
-        devices: in parts of about 64 MB, made one by one. Read the last before this engine goes on.
+        devices: in parts of about 64 MB, made one by one. Read the last before this engine
+        continues.
 
         The request runs on here as well, with the same tokens, until its stream is closed.
 
@@ -415,7 +416,7 @@ class LLM:
 
     def sleep(self, level: int = 1) -> None:
         """Give the devices' memory back: the KV cache is dropped, and the weights are moved to host
-        memory (level 1) or dropped (level 2). Open streams go on after `wake_up`."""
+        memory (level 1) or dropped (level 2). Open streams continue after `wake_up`."""
         with self._lock:
             self.engine.weights.sleep(level)
 

@@ -60,7 +60,8 @@ class RestartStatus:
 @dataclasses.dataclass(frozen=True)
 class ResizeStatus:
     """A replica that gets another mesh, of these parallel `sizes`. `num_kept` requests waited for
-    it with their KV, and went on `took_s` seconds after it began. `error`: why it was not resized.
+    it with their KV, and continued `took_s` seconds after it began. `error`: why it was not
+    resized.
     """
 
     running: bool

@@ -110,7 +110,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, or a dispatched step not yet read, and can go on."""
+        """Whether any request is unfinished, or a dispatched step not yet read, and can
+        continue."""
         executor = self._executor
         if executor is None:  # closed
             return False

@@ -181,7 +181,7 @@ class KVManager:
 
     def fetch_failed(self, table: PageTable) -> bool:
         """Whether a transfer has failed to bring what a window needs. Its sequence must give its
-        pages back and start again, for there are none of what came before the window; it will not
+        pages back and start again, because the pages before the window are missing; it will not
         try to fetch again."""
         failed = any(own.num_cached < own.num_matched for own in table.tables)
         table.may_fetch &= not failed

@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool
 from jaxserve.protocol.field_types import Ignored, only
 from jaxserve.protocol.fields import Fields
 
-_NEVER = "leave it out: requests keep their tokens and go on"
+_NEVER = "leave it out: requests keep their tokens and continue"
 
 
 class UpdateWeightsRequest(Fields):

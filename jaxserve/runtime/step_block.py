@@ -23,7 +23,7 @@ class StepBlock:
     before the next layer is read.
 
     A step enters only when the block runs, after those before it: it may have their slots. Within a
-    layer they run in order, so a prompt may go on in the next step, and pages change hands, as
+    layer they run in order, so a prompt may continue in the next step, and pages change hands, as
     where each step runs by itself.
     """
 

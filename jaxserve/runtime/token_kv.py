@@ -132,7 +132,7 @@ class TokenKV:
 
     def take(self, pages: Sequence[int]) -> Callable[[], list[np.ndarray]]:
         """As `read`, of pages of the device as they are now: what it returns reads them later, in
-        any thread, while steps go on."""
+        any thread, while steps continue."""
         layers, runner = self._runner.take_pages(pages), self._runner
 
         def read() -> list[np.ndarray]:

@@ -132,7 +132,7 @@ def force_drafts(
 
     `forced` int32 [rows, k], NO_DRAFT after the last, follow `last_tokens` int32 [rows], which end
     the first `lengths` int32 [rows] tokens of the sequences in `slots` int32 [rows]. A sequence
-    that went on otherwise keeps the drafts it has, and so does one that has the forced ones, and
+    that continued otherwise keeps the drafts it has, and so does one that has the forced ones, and
     more after them. A draft whose KV would not be before `stops` int32 [rows] is left out. In trees
     of at most `tree_depth` (0: chains) they are one path.
     """

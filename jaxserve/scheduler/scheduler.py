@@ -284,8 +284,8 @@ class Scheduler(SequenceLifecycle):
         self, shares: Iterable[tuple[Sequence, int]], planned: set[Sequence]
     ) -> list[ScheduledChunk]:
         """Chunks of those prefills that get the pages for them: of a group with a window, and of a
-        sequence longer than the pool, pages are taken as a prefill goes on. Sequences `planned` for
-        this step keep theirs."""
+        sequence longer than the pool, pages are taken as a prefill continues. Sequences `planned`
+        for this step keep theirs."""
         chunks = []
         for seq, share in shares:
             if seq.slot is not None and self._extend(seq, share, planned):

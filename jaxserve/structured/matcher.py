@@ -49,7 +49,7 @@ class TokenMatcher(Protocol):
         ...
 
     def copy(self) -> TokenMatcher:
-        """A matcher in the same state, that goes on for itself."""
+        """A matcher in the same state, independent of this one."""
         ...
 
 
@@ -107,7 +107,7 @@ class Matcher:
         return () if self._ended else tuple(self._matcher.compute_ff_tokens()[:most])
 
     def copy(self) -> Matcher:
-        """A matcher in the same state, that goes on for itself."""
+        """A matcher in the same state, independent of this one."""
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
         return other

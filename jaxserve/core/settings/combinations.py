@@ -108,7 +108,7 @@ EXCLUSIONS = (
     Exclusion(
         "kv_on",
         ("preemption",),
-        "a preempted sequence is computed again, for the host's memory is for others",
+        "a preempted sequence is computed again, because others use the host's memory",
     ),
     Exclusion(
         "kv_on",

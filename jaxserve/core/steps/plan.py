@@ -19,8 +19,8 @@ class ScheduledChunk(NamedTuple):
     `pages` are the sequence's pages in order, of which the device's page table already has the
     first `num_uploaded`; they may change after the next call of `Scheduler.schedule`. `others` are
     the same two of the other KV groups. `host_pages` have the KV of its first pages, where it is
-    longer than the pool; these are no more in the pool. `seq` may be None where only the time of a
-    step matters.
+    longer than the pool; these are no longer in the pool. `seq` may be None where only the time of
+    a step matters.
     """
 
     seq: Sequence | None

@@ -27,8 +27,8 @@ _WORKERS = "host"
 class RayCluster(Applied):
     """A RayCluster (ray.io/v1) of a job's hosts, which the operator KubeRay must serve, and the
     Service of its server. The server runs on the first host, beside Ray's head, and has Ray start
-    its replicas on all of them. KubeRay replaces a host that ends; its replicas' requests go on in
-    others meanwhile. With the first host the server ends, and begins again. The image must
+    its replicas on all of them. KubeRay replaces a host that ends; its replicas' requests continue
+    in others meanwhile. With the first host the server ends, and begins again. The image must
     have jaxserve[cluster] and bash.
     """
 

@@ -1,4 +1,4 @@
-"""Which engine a snapshot is of, and whether another one may go on from it."""
+"""Which engine a snapshot is of, and whether another one may continue from it."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _transfers(places: Sequence[Place]) -> Iterator[tuple[Tier, list[int]]]:
 
 class TakenPages:
     """Copies of pages, on the devices until they are read: once and in order, in any thread, while
-    the engine's steps go on. For `kv_entries` of the prefixes that have these pages."""
+    the engine's steps continue. For `kv_entries` of the prefixes that have these pages."""
 
     def __init__(self, places: Sequence[Place], pages: TakeablePages) -> None:
         """Begins to copy `places` of the device, in order and without repetition."""

@@ -99,10 +99,10 @@ class Migration:
     def begin_export(
         self, request_id: str, with_kv: bool = True, start: int | None = None
     ) -> Iterator[bytes]:
-        """As `export_request`, but its parts may be read later, in any thread, while steps go on.
-        For that its pages are copied on the devices, by up to `max_takes` copies at a time of all
-        exports, which no step waits for. A request that needs more of them, or has pages on lower
-        tiers, is read here."""
+        """As `export_request`, but its parts may be read later, in any thread, while steps
+        continue. For that its pages are copied on the devices, by up to `max_takes` copies at a
+        time of all exports, which no step waits for. A request that needs more of them, or has
+        pages on lower tiers, is read here."""
         request = self._unfinished(request_id)
         sequences = [output.seq for output in request.unfinished] if with_kv else []
         prefixes = list(self._engine.prefixes(sequences, start=start))
@@ -136,7 +136,7 @@ class Migration:
     def received(self, parts: Iterable[bytes]) -> Received:
         """A request or prefix that another engine has exported, checked, and its KV converted to
         pages of this engine: for `import_request`, `stage_request` or `import_prefix`, which then
-        only write these. Any thread may call it, while steps go on.
+        only write these. Any thread may call it, while steps continue.
 
         Raises SnapshotError when a part is damaged or missing, or of an engine with another model,
         vocabulary, dtype or quantization.
@@ -303,9 +303,9 @@ class Migration:
             yield part
 
     def _read(self, parts: Iterable[bytes]) -> Received:
-        """What has been exported, its KV not yet read. A request must go on with the same tokens:
-        raises SnapshotError also when this engine computes in another dtype or quantization, of
-        weights or of KV."""
+        """What has been exported, its KV not yet read. A request must continue with the same
+        tokens: raises SnapshotError also when this engine computes in another dtype or
+        quantization, of weights or of KV."""
         reader = PartReader(parts)
         self._engine.facts.check_model(reader.facts)
         self._engine.facts.check_kv(reader.facts)

@@ -1,8 +1,8 @@
 """A request as plain data: its host state, from which another engine can resume it.
 
 It has no device state. Tokens sampled but not yet read are left out and sampled again, with the
-same result, for sampling is keyed by the request's seed and the position. Text, stop strings held
-back and penalties are rebuilt from the tokens.
+same result, because sampling is keyed by the request's seed and the position. Text, stop strings
+held back and penalties are rebuilt from the tokens.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Restorer:
             prefix = prefixes.setdefault(number, SharedPrefix(num_tokens))
         added = dataclasses.replace(state.added, shared_prefix=prefix)
         if all(output.finish_reason is not None for output in state.sequence_outputs):
-            added = dataclasses.replace(added, lora_request=None)  # It needs its adapter no more.
+            added = dataclasses.replace(added, lora_request=None)  # It no longer needs its adapter.
         try:
             request = self._input.rebuild(added)
         except OverloadedError:  # The adapter's slots are taken: it fits later.

@@ -17,7 +17,7 @@ class NodeState(enum.Enum):
     CACHED: a device page that no sequence uses; it can be evicted.
     SAVING: evicted, and being copied to a lower tier.
     FETCHING: being copied from a lower tier to a page of a sequence.
-    ABANDONED: as SAVING or FETCHING, but no sequence waits for it any more. The copy goes on, and
+    ABANDONED: as SAVING or FETCHING, but no sequence waits for it any more. The copy continues, and
     its pages stay in use until it ends.
     """
 

@@ -134,7 +134,7 @@ class MessagesRequest(GenerationFields):
     def _as_chat(self) -> ChatCompletionRequest:
         shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
         choice, parallel = self._chosen()
-        # As Anthropic's models, one goes on with its own last message.
+        # As Anthropic's models, one continues with its own last message.
         goes_on = bool(self.messages) and self.messages[-1].role == "assistant"
         return ChatCompletionRequest.model_construct(
             **shared

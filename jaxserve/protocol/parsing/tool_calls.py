@@ -112,7 +112,7 @@ class ToolReader:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    # States: each consumes held text, and returns whether another state goes on with the rest.
+    # States: each consumes held text, and returns whether another state continues with the rest.
 
     def _text(self) -> bool:
         """Text, until the tag of a call."""

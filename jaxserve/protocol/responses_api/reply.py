@@ -19,7 +19,7 @@ Event = dict[str, Any]
 @dataclasses.dataclass(frozen=True)
 class ParsedResponses(ParsedBlocks):
     """A chat request, answered in items. `described` are fields that repeat the request; `before`
-    are the items that it goes on from, and `input` its own. `keep` stores the response, and tells
+    are the items that it continues from, and `input` its own. `keep` stores the response, and tells
     whether it did."""
 
     described: dict[str, Any]

@@ -138,7 +138,7 @@ class ResponsesRequest(GenerationFields):
         None, description="Whether the server keeps the response in memory; true by default."
     )
     previous_response_id: str | None = Field(
-        None, description="A stored response, whose conversation this request goes on with."
+        None, description="A stored response, whose conversation this request continues with."
     )
     conversation: Any = Field(None, description="Not supported.")
     prompt: Any = Field(None, description="Not supported.")

@@ -1,4 +1,4 @@
-"""Responses that a server keeps: for later requests to go on from, and for clients to read."""
+"""Responses that a server keeps: for later requests to continue from, and for clients to read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 @dataclasses.dataclass(frozen=True)
 class Conversation:
     """Items as the text of a JSON list, which takes less memory than objects, and can be shared by
-    requests that go on from it."""
+    requests that continue from it."""
 
     text: bytes
     num_items: int
@@ -42,7 +42,7 @@ EMPTY_CONVERSATION = Conversation(b"[]", 0)
 
 @dataclasses.dataclass(frozen=True)
 class StoredResponse:
-    """A response's body as JSON, and the conversation that a request goes on with from it: the
+    """A response's body as JSON, and the conversation that a request continues with from it: the
     items of the responses before, its own input, and its output. The model read the first
     `num_input` of them."""
 

@@ -6,7 +6,7 @@ after it, and gives the hidden state at p + 1, as it expects it. After every ste
 tokens of the step, from what the target has computed of them: of a sequence that decodes, the last
 result gives its next draft. Later drafts follow from the layer's own results, whose entries the
 next step overwrites. A page's last entry is of a token of the next page: found again by a prompt
-that goes on otherwise, it is of another token, and the first drafts are a little worse.
+that continues otherwise, it is of another token, and the first drafts are a little worse.
 """
 
 from __future__ import annotations

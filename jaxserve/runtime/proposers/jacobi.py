@@ -34,7 +34,7 @@ _STRIDE = 7919
 """Tokens from one first guess to the next, round and round the sequence."""
 
 _FIRST = 0
-"""In the place of the tokens that a decode computed, for a sequence that has come to its slot."""
+"""In the place of the tokens that a decode computed, for a sequence that is new in its slot."""
 
 
 def iterate(

@@ -23,8 +23,8 @@ async def status(request: Request) -> JsonResponse:
 
 @router.post("/cluster/restart", responses=documented_responses(ClusterStatus) | ERRORS)
 async def restart(request: Request) -> JsonResponse:
-    """Begin to restart one replica after another: its requests go on in others. A server of several
-    API keys refuses: one would slow down the others."""
+    """Begin to restart one replica after another: its requests continue in others. A server of
+    several API keys refuses: one would slow down the others."""
     _check_alone(request)
     await request.app.state.service.cluster.restart_replicas()
     return await _status(request)
@@ -32,7 +32,7 @@ async def restart(request: Request) -> JsonResponse:
 
 @router.post("/cluster/resize", responses=documented_responses(ClusterStatus) | ERRORS)
 async def resize(body: ResizeRequest, request: Request) -> JsonResponse:
-    """Begin to load a replica on another mesh; its requests go on with the KV that they have. A
+    """Begin to load a replica on another mesh; its requests continue with the KV that they have. A
     server of several API keys refuses."""
     _check_alone(request)
     sizes = body.model_dump(exclude={"replica"}, exclude_none=True)

@@ -26,7 +26,8 @@ router = APIRouter()
 @router.post("/sleep", response_class=Response, responses=ERRORS)
 async def sleep(request: Request, level: int = 1) -> Response:
     """Give the devices' memory back: drop the KV cache, and move the weights to host memory (level
-    1) or drop them (2). Requests in flight go on after `/wake_up`; new ones get 503 until then."""
+    1) or drop them (2). Requests in flight continue after `/wake_up`; new ones get 503 until
+    then."""
     with _errors_of_clients():
         await request.app.state.service.engine.sleep(level)
     return Response()
@@ -68,7 +69,7 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Plain
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=ERRORS)
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> PlainTextResponse:
-    """Unload a LoRA adapter. Requests that use it go on, and its slot is free when they end."""
+    """Unload a LoRA adapter. Requests that use it continue, and its slot is free when they end."""
     await request.app.state.service.remove_lora(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

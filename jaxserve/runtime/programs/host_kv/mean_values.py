@@ -33,7 +33,7 @@ class MeanValues:
 
     def begin_step(self, step: FrozenPlan, rows: int) -> np.ndarray:
         """Mean values of the decodes, float32 [layers, rows, kv_heads, head_dim]. A prompt makes
-        what was in its slot worthless."""
+        what was in its slot invalid."""
         for prefill in step.prefills:
             self._summed.pop(prefill.slot, None)
         sizes = self._sizes

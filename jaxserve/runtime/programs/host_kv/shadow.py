@@ -83,7 +83,7 @@ class Shadow:
 
     def begin_step(self, key: ProgramKey, step: FrozenPlan) -> Decodes | None:
         """The decodes whose older pages are compressed, once they are; None without any. A prompt
-        is attended to exactly, and makes what was in its slot worthless."""
+        is attended to exactly, and makes what was in its slot invalid."""
         for prefill in step.prefills:
             self._compressed.pop(prefill.slot, None)
         shape = key.rows, self._shapes.max_pages
