@@ -92,7 +92,7 @@ class EngineCore:
         self._touched: dict[str, Request] = {}
         self.weights_version = 0
         self.asleep = False
-        self.num_changes = 0
+        self.num_page_changes = 0
         """How often the content or the owners of pages may have changed."""
 
     @property
@@ -104,9 +104,9 @@ class EngineCore:
         """Has the next step return these requests, too."""
         self._touched |= {request.request_id: request for request in touched}
 
-    def pages_change(self) -> None:
+    def note_page_change(self) -> None:
         """Notes that the content or the owners of pages may change."""
-        self.num_changes += 1
+        self.num_page_changes += 1
 
     @property
     def has_work(self) -> bool:
@@ -142,7 +142,7 @@ class EngineCore:
                 self._accept(request)
                 return request
             case Abort(request_id):
-                self.pages_change()
+                self.note_page_change()
                 request = self.requests.get(request_id)
                 if request is not None:
                     self._abort(request)
@@ -208,7 +208,7 @@ class EngineCore:
             )
 
     def _retract(self) -> None:
-        self.pages_change()
+        self.note_page_change()
         executor = self._executor
         while executor.busy:
             executor.advance(self.log.now())
@@ -224,7 +224,7 @@ class EngineCore:
         gained tokens or finished. `now_us`: the time that the scheduler is given, now if None."""
         if now_us is None:
             now_us = self.log.now()
-        self.pages_change()
+        self.note_page_change()
         touched, self._touched = self._touched, {}
         if self.asleep:
             return list(touched.values())
@@ -242,7 +242,7 @@ class EngineCore:
 
         `failed`: a step was interrupted, so state may be inconsistent.
         """
-        self.pages_change()
+        self.note_page_change()
         try:
             for request in list(self.requests.values()):
                 self._abort(request)

@@ -94,7 +94,7 @@ class Migration:
         multi-host job, or for a part that is read too late.
         """
         exported = self._parts_of(self._unfinished(request_id), with_kv, start)
-        return self._while_unchanged(exported, self._engine.core.num_changes)
+        return self._while_unchanged(exported, self._engine.core.num_page_changes)
 
     def begin_export(
         self, request_id: str, with_kv: bool = True, start: int | None = None
@@ -207,7 +207,7 @@ class Migration:
         if before is not None:
             for seq in sequences:
                 seq.salt = before.salt
-        self._engine.core.pages_change()
+        self._engine.core.note_page_change()
         with interrupts_held():
             tables = self._engine.restorer.place(contents, received.finish)
         self._unstage(request_id)
@@ -251,7 +251,7 @@ class Migration:
                 prefixes.append(Prefix(num_tokens, places, salt=salt.decode(), token_ids=known))
         entries = kv_entries(prefixes, self._engine.page_transfers.token_kv())
         exported = encode_parts(self._engine.facts.ours, entries)
-        return self._while_unchanged(exported, self._engine.core.num_changes)
+        return self._while_unchanged(exported, self._engine.core.num_page_changes)
 
     def import_prefix(self, parts: Iterable[bytes] | Received) -> int:
         """Cache a prefix that another engine has exported, as far as there is room, and return how
@@ -265,7 +265,7 @@ class Migration:
         received = parts if isinstance(parts, Received) else self._read(parts)
         if received.kv is None or received.state is not None:
             raise SnapshotError("the parts have no prefix; import those of `export_prefix`.")
-        self._engine.core.pages_change()
+        self._engine.core.note_page_change()
         with interrupts_held():
             self._engine.restorer.place(Contents([], received.kv), received.finish)
         num_tokens = 0
@@ -292,7 +292,7 @@ class Migration:
     def _while_unchanged(self, parts: Iterator[bytes], num_changes: int) -> Iterator[bytes]:
         """These parts, while no step writes to the pages that they are read from."""
         while True:
-            if self._engine.core.num_changes != num_changes:
+            if self._engine.core.num_page_changes != num_changes:
                 raise SnapshotError(
                     "the engine has gone on since the export began; read all parts before its next "
                     "step, and before a request is aborted."

@@ -106,7 +106,7 @@ class Restorer:
         for request in contents.requests:  # Of more adapters than slots, some are gone again.
             if not request.finished:
                 self._adapters.check(request.sequence_outputs[0].seq.adapter)
-        self._core.pages_change()
+        self._core.note_page_change()
         with interrupts_held():
             tables = self.place(contents, finish) | (staged or {})
             try:
