@@ -34,12 +34,12 @@ from jaxserve.models.loading.fetch import default_model_path
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family
 
-KINDS = ("auto", "int8", "fp8")
+KINDS = ("auto", "int8", "fp8", "int4")
 TEXT_TOKENS = 512
 CALIBRATION_TEXTS = 2
 GENERATED = 64
 PAGE = 64
-DTYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
+DTYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0), "int4": (jnp.int8, 7.0)}
 
 Read = Callable[[int, int, jax.Array], jax.Array]
 """Keys (0) or values (1) of a layer, [tokens, kv_heads, head_dim], as they are read."""
@@ -215,7 +215,7 @@ def scaled_by(kind: str, peak_of: Read) -> Read:
     def read(layer: int, which: int, x: jax.Array) -> jax.Array:
         scale = jnp.maximum(peak_of(layer, which, x), 1e-30) / largest
         elements = jnp.clip(x / scale, -largest, largest)
-        elements = jnp.round(elements) if kind == "int8" else elements
+        elements = jnp.round(elements) if kind != "fp8" else elements
         return elements.astype(dtype).astype(jnp.float32) * scale
 
     return read

@@ -1,8 +1,11 @@
 """The error of simulations: a real engine under a load, and the simulation of the same load.
 
-Measures the steps of the engine first (as `jaxserve profile`), then serves each load for real and
-on the virtual clock, and compares percentiles. A load is Poisson arrivals, or a trace whose lengths
-are scaled to the engine's context, at each of the request rates. Run it on an idle machine.
+Measures the steps of the engine first, or takes what `jaxserve profile` measured, then serves each
+load for real and on the virtual clock, and compares percentiles. A load is Poisson arrivals, or a
+trace whose lengths are scaled to the engine's context, at each of the request rates. Run it on an
+idle machine: the row of steps compares what the engine's own steps took with what the profile says
+of the very same ones, so that a machine that has become slower since is told from an error of the
+simulation.
 """
 
 from __future__ import annotations
@@ -11,14 +14,19 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from table import print_table
 
+from jaxserve.cli.planning.described import sizes
 from jaxserve.cli.profile import measured_profile
 from jaxserve.core.events import EventLog, monotonic_us
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
+from jaxserve.core.steps.plan import StepPlan
+from jaxserve.core.steps.results import DispatchedStep, StepResults
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.loadgen.prompts import PromptMaker
 from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
@@ -32,6 +40,28 @@ from jaxserve.simulator.profile import Profile
 from jaxserve.simulator.simulation import Arrival, Simulation
 
 Prompts = Sequence[list[int]]
+
+
+class Steps:
+    """The steps that an engine core reads, observed beside its own observer."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._observer = core.observer
+        core.observer = self
+        self._read: list[tuple[DispatchedStep, int]] = []
+
+    def dispatched(self, plan: StepPlan) -> None:
+        self._observer.dispatched(plan)
+
+    def read(self, step: DispatchedStep, results: StepResults, us: int) -> None:
+        self._observer.read(step, results, us)
+        self._read.append((step, us))
+
+    def mean_ms(self, profile: Profile) -> tuple[float, float]:
+        """Means of the steps since the last call: what they took, and what the profile says."""
+        read, self._read = self._read, []
+        predicted_s = [profile.step(step.key, step.together) for step, _ in read]
+        return fmean(us for _, us in read) / 1e3, 1e3 * fmean(predicted_s)
 
 
 def loads(args: argparse.Namespace) -> Iterator[tuple[str, list[TraceRequest]]]:
@@ -111,6 +141,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=20, help="of Poisson arrivals")
     parser.add_argument("--trace", type=Path, nargs="*", default=[])
     parser.add_argument("--length-scale", type=float, default=0.1, help="of traces")
+    parser.add_argument("--profile", type=Path, help="a file of `jaxserve profile`")
     args = parser.parse_args()
     config = EngineConfig(
         args.model,
@@ -123,13 +154,18 @@ def main() -> None:
     log = EventLog(metrics.fold)
     with TerminalProgress() as progress:
         plan, tokenizer, runner = start(config, log, progress)
-        profile = measured_profile(plan, runner, progress)
+        if args.profile:
+            profile = Profile.read(args.profile)
+            profile.check(plan.config, sizes(plan.shapes))
+        else:
+            profile = measured_profile(plan, runner, progress)
     held_out = profile.held_out
     print(
         f"{held_out.samples} held-out steps are predicted with a median error of "
         f"{held_out.median:.1%}, at most {held_out.most:.1%}"
     )
     engine = Engine(plan, tokenizer, runner, log, metrics)
+    steps = Steps(engine._core)
     vocabulary = range(plan.shapes.model.vocab_size)
     for seed, (name, requests) in enumerate(loads(args)):
         maker = PromptMaker(vocabulary, seed)
@@ -141,6 +177,7 @@ def main() -> None:
         tokens = sum(request.output_tokens for request in requests)
         real = latencies(metrics.finished()[before:])
         model = latencies(simulation.metrics.finished())
+        real["step, mean ms"], model["step, mean ms"] = steps.mean_ms(profile)
         real["output tokens/s"] = tokens / seconds
         model["output tokens/s"] = tokens / simulated_seconds
         print_table(

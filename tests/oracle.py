@@ -135,10 +135,14 @@ def _rounded(x: jax.Array, kv_cache_dtype: str) -> jax.Array:
     token and head becomes the largest number of the dtype."""
     if kv_cache_dtype == "auto":
         return x
-    dtype, largest = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}[kv_cache_dtype]
+    dtype, largest = {
+        "int8": (jnp.int8, 127),
+        "int4": (jnp.int8, 7),
+        "fp8": (jnp.float8_e4m3fn, 448),
+    }[kv_cache_dtype]
     peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     scale = jnp.where(peak > 0, peak, 1) / largest
-    elements = jnp.round(x / scale) if kv_cache_dtype == "int8" else x / scale
+    elements = x / scale if kv_cache_dtype == "fp8" else jnp.round(x / scale)
     return elements.astype(dtype).astype(jnp.float32) * scale
 
 

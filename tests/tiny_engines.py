@@ -127,7 +127,10 @@ class TinyModel:
     def token_bytes(self) -> int:
         """Bytes of a token's KV: float32, or bytes and a float32 scale for each head."""
         size = self.config.kv_bytes_per_token(1)
-        return size + 4 * size // self.config.head_dim if self.is_quantized else 4 * size
+        if not self.is_quantized:
+            return 4 * size
+        elements = size // 2 if self.kv_cache_dtype == "int4" else size
+        return elements + 4 * size // self.config.head_dim
 
     def with_kv(self, kv_cache_dtype: str) -> TinyModel:
         """The same model with its KV quantized, for the oracle and for the engine."""

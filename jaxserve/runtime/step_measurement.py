@@ -1,17 +1,20 @@
 """Measures the steps of a runner: every forward program, at a few context lengths.
 
 Steps are dispatched and read as the engine does: one is dispatched before the previous is read.
-Everything is timed in several rounds, so that a minute in which the machine is slower, because it
-is warm or another process runs, slows a part of every measurement and not all of some. What else
-the machine does only ever adds to a time: of each step its fastest round counts, and where no other
-round is as fast there are more of them.
-Page tables point to the same few pages, whose content does not matter. Tokens are random, so that a
+Everything is timed in several rounds, each in an order of its own, so that a minute in which the
+machine is slower slows a part of every measurement and not all of some, and no step always follows
+the same one. The time of a step is the mean of the middle half of its times in all rounds: what a
+server on this machine will see, where the fastest would be what it sees at its best. Steps whose
+rounds differ get more of them.
+Sequences have pages of their own as far as the pool goes, since shared ones would be read from the
+caches of a processor; their content does not matter. Tokens are random, so that a
 mixture of experts takes as many of them as it would in service.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -31,8 +34,8 @@ from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.step_time import StepLoad
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 12
-_NOISE = 1.05
-"""How many times its fastest round the one after it may take."""
+_STANDARD_ERROR = 0.015
+"""Of the mean of a step's rounds, relative: above it there are more rounds."""
 _MIN_STEPS, _MAX_STEPS, _ENOUGH_S = 2, 6, 0.15
 """Steps of each kind that are timed in a round: at least so many, then until they took long
 enough."""
@@ -42,8 +45,7 @@ _HELD_OUT = (0.125, 0.125)
 
 
 class Measurement(NamedTuple):
-    """The time of a dispatch: the median of the fastest round. `held_out`: not to be fitted to, but
-    to judge a fit by."""
+    """The time of a dispatch. `held_out`: not to be fitted to, but to judge a fit by."""
 
     key: ProgramKey
     load: StepLoad
@@ -81,21 +83,21 @@ class StepMeasurements:
         return self._random.integers(self._shapes.model.vocab_size, size=count).tolist()
 
     def run(self) -> Iterator[tuple[int, int, Measurement | None]]:
-        """Times step after step. Yields how many are done, of how many, and at the end all
-        measurements."""
+        """Times step after step. Yields how many are done, of how many at most, and at the end all
+        measurements. Fewer are done than that where rounds agree."""
         points = self._points()
-        medians: list[list[float]] = [[] for _ in points]
+        rounds: list[list[list[float]]] = [[] for _ in points]
         done, noisy = 0, list(range(len(points)))
         for rounds_left in reversed(range(_MAX_ROUNDS)):
-            more = max(0, _MIN_ROUNDS - _MAX_ROUNDS + rounds_left)
-            total = done + (1 + more) * len(noisy)
-            for number in noisy:
-                medians[number].append(statistics.median(self._time(*points[number].plans)))
+            total = done + (rounds_left + 1) * len(noisy)
+            for number in self._random.permutation(noisy):
+                rounds[number].append(self._time(*points[number].plans))
                 done += 1
                 yield done, total, None
-            if not more:
-                noisy = [number for number in noisy if _is_noisy(medians[number])]
-        for point, seconds in zip(points, map(min, medians)):
+            if _MAX_ROUNDS - rounds_left >= _MIN_ROUNDS:
+                noisy = [number for number in noisy if _is_noisy(rounds[number])]
+        for point, times in zip(points, rounds):
+            seconds = _middle_mean([*itertools.chain(*times)])
             yield done, done, Measurement(point.key, point.load, seconds, point.held_out)
         for seq in self._sequences:
             self._runner.forget(seq)
@@ -169,7 +171,8 @@ class StepMeasurements:
         self, slot: int, start: int, num_tokens: int, num_drafts: int, uploaded: bool
     ) -> ScheduledChunk:
         count = cdiv(start + num_tokens + num_drafts, self._shapes.config.page_size)
-        pages = [1 + page % (self._shapes.num_pages - 1) for page in range(count)]
+        first = slot * cdiv(self._shapes.config.max_model_len, self._shapes.config.page_size)
+        pages = [1 + (first + page) % (self._shapes.num_pages - 1) for page in range(count)]
         done = count if uploaded else 0
         others = ((pages, done),) * (len(self._shapes.kv_layout.groups) - 1)
         seq = self._sequences[slot]
@@ -213,6 +216,14 @@ class StepMeasurements:
         self._runner.dispatch(self._runner.pack(plan, next(self._ids)), None)
 
 
-def _is_noisy(medians: list[float]) -> bool:
-    fastest, second, *_ = sorted(medians)
-    return second > _NOISE * fastest
+def _is_noisy(rounds: list[list[float]]) -> bool:
+    medians = [statistics.median(times) for times in rounds]
+    standard_error = statistics.stdev(medians) / math.sqrt(len(medians))
+    return standard_error > _STANDARD_ERROR * statistics.mean(medians)
+
+
+def _middle_mean(times: list[float]) -> float:
+    """The mean of the middle half: as steady as a mean, and a burst of slow steps does not move
+    it."""
+    left_out = len(times) // 4
+    return statistics.mean(sorted(times)[left_out : len(times) - left_out])

@@ -44,11 +44,11 @@ class PageBytesLayout:
         self.dtype = np.dtype(np.uint8 if pages.scaled else pages.dtype)
         self.page_tokens = shapes.config.page_size
         self._scale_bytes = np.dtype(np.float32).itemsize if pages.scaled else 0
-        width = model.head_dim + self._scale_bytes
+        width = pages.elements_per_head + self._scale_bytes
         self.token_shape = (model.num_layers, 1 if model.mla else 2, model.num_kv_heads, width)
         self._mesh = (shapes.stages, shapes.seq, shapes.tensor)
         self._local = (local_model.num_layers, local_model.num_kv_heads)
-        self._head_dim = model.head_dim
+        self._elements = pages.elements_per_head
         # [heads of the mesh] Index of the model's head, -1 for padding.
         self._heads = HeadLayout(model.num_heads, model.num_kv_heads, shapes.tensor).keys()
         share = self.page_tokens // shapes.seq
@@ -58,7 +58,7 @@ class PageBytesLayout:
 
     def tokens(self, payload: np.ndarray) -> np.ndarray:
         """KV [pages, page_tokens, *token_shape] of page bytes [pages, bytes]."""
-        count, dim, share = len(payload), self._head_dim, self.page_tokens // self._mesh[1]
+        count, dim, share = len(payload), self._elements, self.page_tokens // self._mesh[1]
         (layers, heads), sides = self._local, self.token_shape[1]
         size = heads * share * dim
         parts = payload.view(self.dtype).reshape(count, math.prod(self._mesh), -1)
@@ -79,7 +79,7 @@ class PageBytesLayout:
     def page_bytes(self, tokens: np.ndarray) -> np.ndarray:
         """The bytes uint8 [pages, devices, bytes] of these layers on each device, for KV in the
         shape that `tokens` returns."""
-        (stages, shares, ranks), (layers, heads), dim = self._mesh, self._local, self._head_dim
+        (stages, shares, ranks), (layers, heads), dim = self._mesh, self._local, self._elements
         there, sides = (self._heads >= 0)[:, None], self.token_shape[1]
         whole = np.where(there, tokens[..., self._heads, :], np.zeros((), self.dtype))
         both = whole.reshape(

@@ -302,7 +302,8 @@ def write_kv(
     kernel does not support.
     """
     checks.check_pages(pages)
-    _, kv_heads, dim, page_size = pages.k.shape
+    _, kv_heads, _, page_size = pages.k.shape
+    dim = pages.head_dim
     new = [("k", k)] if isinstance(pages, LatentPages) else [("k", k), ("v", v)]
     for name, array, shape in (
         *((name, array, (len(page_ids), kv_heads, dim)) for name, array in new),

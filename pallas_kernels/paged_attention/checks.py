@@ -18,7 +18,7 @@ def check(q: jax.Array, pages: Pages, batch: RaggedBatch, num_decodes: int, scal
     """Raises ValueError for queries, pages or rows that do not fit each other."""
     check_pages(pages)
     tokens, heads, dim = q.shape
-    _, kv_heads, k_dim, _ = pages.k.shape
+    kv_heads, k_dim = pages.k.shape[1], pages.head_dim
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"Queries are {q.dtype}; they must be of a floating dtype.")
     if dim != k_dim:
@@ -60,6 +60,8 @@ def check_pages(pages: Pages) -> None:
             f"{', '.join(PAGE_DTYPES)}."
         )
     if pages.scales is None:
+        if pages.k.dtype == jnp.uint8:
+            raise ValueError("Pages of uint8 have no scales; features of 4 bits need them.")
         return
     if pages.k.dtype.name not in QUANTIZED:
         raise ValueError(

@@ -10,11 +10,29 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-PAGE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
-"""Dtypes of the elements of pages."""
+PAGE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "uint8")
+"""Dtypes of the elements of pages. A uint8 has two features of 4 bits (`packed_int4`)."""
 
-QUANTIZED = ("int8", "float8_e4m3fn")
+QUANTIZED = ("int8", "float8_e4m3fn", "uint8")
 """Those of them that are a scale's multiples."""
+
+
+def features_per_element(dtype: jnp.dtype) -> int:
+    """How many features of a key or value an element of pages has."""
+    return 2 if dtype == jnp.uint8 else 1
+
+
+def packed_int4(values: jax.Array) -> jax.Array:
+    """Whole numbers from -7 to 7 [..., head_dim] as bytes uint8 [..., head_dim / 2]: byte f has
+    feature f in its low bits and feature f + head_dim / 2 in its high ones, each plus 8."""
+    low, high = jnp.split((values + 8).astype(jnp.uint8), 2, axis=-1)
+    return low | high << 4
+
+
+def unpacked_int4(packed: jax.Array, axis: int) -> jax.Array:
+    """int8 with the features of `packed_int4` along `axis`."""
+    features = jnp.concatenate([packed & 15, packed >> 4], axis=axis)
+    return features.astype(jnp.int8) - jnp.int8(8)
 
 
 class KVPages(NamedTuple):
@@ -26,6 +44,8 @@ class KVPages(NamedTuple):
 
     scales: float32 [pages, kv_heads, 2, page_size], of quantized pages: what the elements of a
     token's key, and then of its value, are multiplied with. None: elements are the values.
+
+    Of uint8 the arrays have head_dim / 2 bytes in the place of head_dim elements.
     """
 
     k: jax.Array
@@ -38,9 +58,14 @@ class KVPages(NamedTuple):
         return KVPages(self.k, self.v)
 
     @property
+    def head_dim(self) -> int:
+        """Features of a key."""
+        return self.k.shape[2] * features_per_element(self.k.dtype)
+
+    @property
     def value_dim(self) -> int:
         """Features of a value."""
-        return self.v.shape[3]
+        return self.v.shape[3] * features_per_element(self.v.dtype)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k"], meta_fields=["value_dim"])
@@ -53,6 +78,11 @@ class LatentPages:
     value_dim: int
 
     scales: ClassVar[None] = None
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a key."""
+        return self.k.shape[2]
 
     @property
     def elements(self) -> LatentPages:
@@ -79,15 +109,20 @@ class PageLayout:
     @property
     def shapes(self) -> Pages:
         """ShapeDtypeStructs of one layer's pages."""
-        k = (self.num_pages, self.num_kv_heads, self.head_dim, self.page_size)
+        k = (self.num_pages, self.num_kv_heads, self.elements_per_head, self.page_size)
         if self.value_dim is not None:
             return LatentPages(jax.ShapeDtypeStruct(k, self.dtype), self.value_dim)
-        v = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        v = (self.num_pages, self.num_kv_heads, self.page_size, self.elements_per_head)
         pages = KVPages(*(jax.ShapeDtypeStruct(shape, self.dtype) for shape in (k, v)))
         if not self.scaled:
             return pages
         scales = (self.num_pages, self.num_kv_heads, 2, self.page_size)
         return pages._replace(scales=jax.ShapeDtypeStruct(scales, jnp.float32))
+
+    @property
+    def elements_per_head(self) -> int:
+        """Elements of a token's key or value in a head."""
+        return self.head_dim // features_per_element(self.dtype)
 
     @property
     def page_bytes(self) -> int:

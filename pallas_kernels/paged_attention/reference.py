@@ -67,11 +67,11 @@ def _attend(
     v_scale=None,
 ):
     q = np.asarray(q, np.float64)
-    keys = np.asarray(pages.k, np.float64)
+    keys = _features(pages.k, axis=2)
     if isinstance(pages, LatentPages):
         values = keys[:, :, : pages.value_dim].swapaxes(2, 3)
     else:
-        values = np.asarray(pages.v, np.float64)
+        values = _features(pages.v, axis=3)
     if pages.scales is not None:
         scales = np.asarray(pages.scales, np.float64)
         keys, values = keys * scales[:, :, 0, None], values * scales[:, :, 1, :, None]
@@ -106,3 +106,10 @@ def _attend(
                 out[start + token, head] = np.exp(scores - total) @ v
                 lse[start + token, head] = total
     return out, lse
+
+
+def _features(array, axis):
+    array = np.asarray(array)
+    if array.dtype == np.uint8:  # feature f in the low bits, and f + head_dim / 2 in the high ones
+        array = np.concatenate([array % 16, array // 16], axis=axis) - 8.0
+    return np.asarray(array, np.float64)

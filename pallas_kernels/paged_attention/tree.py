@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged_attention.layout import LatentPages, Pages, RaggedBatch
+from pallas_kernels.paged_attention.layout import (
+    LatentPages,
+    Pages,
+    RaggedBatch,
+    unpacked_int4,
+)
 from pallas_kernels.paged_attention.masks import depths, is_tree, owners
 
 _MASKED = -1e30
@@ -47,11 +52,12 @@ def attend_within_trees(
     page = jnp.take_along_axis(trees.tables, position // page_size, axis=1)
     page = jnp.clip(page, 0, len(pages.k) - 1)
     # Indices around slices: [trees, width, kv_heads, head_dim] of both.
-    k = pages.k[page, :, :, position % page_size].astype(q.dtype)
-    if isinstance(pages, LatentPages):
-        v = k[..., : pages.value_dim]
-    else:
-        v = pages.v[page, :, position % page_size].astype(q.dtype)
+    k = pages.k[page, :, :, position % page_size]
+    v = None if isinstance(pages, LatentPages) else pages.v[page, :, position % page_size]
+    if k.dtype == jnp.uint8:
+        k, v = unpacked_int4(k, -1), unpacked_int4(v, -1)
+    k = k.astype(q.dtype)
+    v = k[..., : pages.value_dim] if v is None else v.astype(q.dtype)
     if pages.scales is not None:
         scales = pages.scales[page, :, :, position % page_size, None]
         k, v = (k * scales[..., 0, :]).astype(q.dtype), (v * scales[..., 1, :]).astype(q.dtype)

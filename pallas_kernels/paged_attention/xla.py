@@ -24,6 +24,8 @@ from pallas_kernels.paged_attention.layout import (
     Pages,
     RaggedBatch,
     Visible,
+    packed_int4,
+    unpacked_int4,
 )
 
 # Rows per group. Sorting decodes by context length reduces waste within each group.
@@ -102,21 +104,23 @@ def scales_of(values, dtype):
 
 
 def to_elements(values, scale, dtype):
-    """values [tokens, kv_heads, head_dim] as elements of pages of `dtype`; scale [kv_heads] or
-    [tokens, kv_heads]."""
+    """values [tokens, kv_heads, head_dim] as elements of pages of `dtype`, half as many if that is
+    uint8; scale [kv_heads] or [tokens, kv_heads]."""
     if dtype.name not in QUANTIZED:
         return values.astype(dtype)
     values = values.astype(jnp.float32)
     if scale is not None:
         values = values / scale[..., None]
     largest = _largest(dtype)
-    if dtype == jnp.int8:
+    if dtype != jnp.float8_e4m3fn:
         values = jnp.round(values)
-    return jnp.clip(values, -largest, largest).astype(dtype)
+    values = jnp.clip(values, -largest, largest)
+    return packed_int4(values) if dtype == jnp.uint8 else values.astype(dtype)
 
 
 def _largest(dtype):
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+    whole = {"int8": 127.0, "uint8": 7.0}
+    return whole[dtype.name] if dtype.name in whole else float(jnp.finfo(dtype).max)
 
 
 def paged_attention(
@@ -273,14 +277,15 @@ def block_of_pages(pages: Pages, ids, block, dtype):
 def _keys_and_values(pages: Pages, ids, block, dtype):
     """Keys [ids, kv_heads, head_dim, page_size] and values [ids, kv_heads, page_size, value_dim]
     of pages `ids`, in `dtype`, within the loop over blocks."""
-    k = _elements(pages.k, ids, block, dtype)
+    k = _features(pages.k, ids, block, dtype, axis=2)
     if isinstance(pages, LatentPages):
         return k, k[:, :, : pages.value_dim].swapaxes(2, 3)
-    return k, _elements(pages.v, ids, block, dtype)
+    return k, _features(pages.v, ids, block, dtype, axis=3)
 
 
-def _elements(array, ids, block, dtype):
-    """Pages `ids` of an array, in `dtype`, within the loop over blocks."""
+def _features(array, ids, block, dtype, axis):
+    """Pages `ids` of an array with features along `axis`, in `dtype`, within the loop over
+    blocks."""
 
     def gathered(array):
         return array.at[ids].get(mode="clip")
@@ -299,6 +304,8 @@ def _elements(array, ids, block, dtype):
     def elsewhere(array):
         return gathered(array).astype(dtype)
 
+    if array.dtype == jnp.uint8:
+        return unpacked_int4(gathered(array), axis).astype(dtype)
     if array.dtype != jnp.float8_e4m3fn:
         return elsewhere(array)
     return lax.platform_dependent(array, cpu=on_cpu, default=elsewhere)

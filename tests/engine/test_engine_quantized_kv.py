@@ -21,7 +21,7 @@ from jaxserve.scheduler.policies import POLICIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
-KINDS = ("int8", "fp8")
+KINDS = ("int8", "fp8", "int4")
 LONG = 5
 """The last of a crowd: prompts of several chunks, and two that come again."""
 
@@ -52,9 +52,9 @@ def check(model, engine: Engine, between=lambda: None):
     "scheduler", combinations_of(POLICIES, "static", "orca", "splitfuse", "medha", "vllm")
 )
 def test_every_scheduler_and_a_preemption_after_every_step(llama, scheduler):
-    """Chunks, hits, pages that leave for the host and come back; fp8 under one of the
-    schedulers."""
-    model = llama.with_kv("fp8" if scheduler == "vllm" else "int8")
+    """Chunks, hits, pages that leave for the host and come back; fp8 and int4 under one of the
+    schedulers each."""
+    model = llama.with_kv({"vllm": "fp8", "orca": "int4"}.get(scheduler, "int8"))
     with load(model, scheduler=scheduler) as llm:
         preempter = Preempter(llm.engine, seed=1, evicts=True, share=0.5)
         check(model, llm.engine, preempter)
@@ -87,11 +87,12 @@ def test_tokens_do_not_depend_on_the_batch(model):
 
 
 def test_the_plan_counts_elements_and_scales(model):
-    """A byte for each number, and four for the scale of each token and head: to the byte what the
-    device holds."""
+    """A byte for each number, or half a one, and four for the scale of each token and head: to the
+    byte what the device holds."""
     config = model.config
     heads = config.num_layers * 2 * config.num_kv_heads
-    page_bytes = PAGE_SIZE * heads * (config.head_dim + 4)
+    elements = config.head_dim // 2 if model.kv_cache_dtype == "int4" else config.head_dim
+    page_bytes = PAGE_SIZE * heads * (elements + 4)
     with model.load() as llm:
         memory = llm.plan().memory
         assert (memory.page_bytes, memory.num_pages) == (page_bytes, NUM_PAGES)
@@ -104,7 +105,7 @@ def test_the_plan_counts_elements_and_scales(model):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_as_many_more_tokens_fit_as_the_formula_says(llama, dtype):
-    """head_dim * size of the dtype, against head_dim + 4."""
+    """head_dim * size of the dtype, against head_dim + 4, or head_dim / 2 + 4."""
 
     def page_bytes(kind):
         config = EngineConfig(
@@ -113,8 +114,8 @@ def test_as_many_more_tokens_fit_as_the_formula_says(llama, dtype):
         return engine_plan.decide(config).memory.page_bytes
 
     dim, itemsize = llama.config.head_dim, jnp.dtype(dtype).itemsize
-    for kind in KINDS:
-        assert page_bytes("auto") * (dim + 4) == page_bytes(kind) * dim * itemsize
+    for kind, elements in (("int8", dim), ("fp8", dim), ("int4", dim // 2)):
+        assert page_bytes("auto") * (elements + 4) == page_bytes(kind) * dim * itemsize
 
 
 def test_windows_and_groups(tmp_path):
@@ -185,8 +186,8 @@ def test_kernels_apply_the_scales(llama):
 
 
 def test_what_there_is_none_of_is_refused():
-    known = "it must be one of auto, int8, fp8, fp8_e4m3"
-    for value in ("fp8_e5m2", "bfloat16", "int4", None, 8):
+    known = "it must be one of auto, int8, fp8, fp8_e4m3, int4"
+    for value in ("fp8_e5m2", "bfloat16", "int2", None, 8):
         with pytest.raises(ConfigError, match=f"kv_cache_dtype is {value!r}; {known}"):
             EngineConfig(kv_cache_dtype=value)
     assert EngineConfig(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"

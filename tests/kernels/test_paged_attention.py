@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention import (
     reference,
     write_kv,
 )
+from pallas_kernels.paged_attention.layout import packed_int4, unpacked_int4
 
 SCALE = 0.3
 POISON = np.nan
@@ -361,6 +362,26 @@ class PagedAttentionContract:
 
 class TestXla(PagedAttentionContract):
     implementation = staticmethod(paged_attention)
+
+    def test_two_features_in_a_byte(self):
+        """Of 4 bits each, which no kernel reads."""
+        case = self.case([5, 0, 40], [(20, 7), (4, 4)], page_size=4, padding=2)
+        quantized = scaled(case.pages, jnp.int8)
+        whole = [(array.astype(np.int32) // 16).clip(-7, 7) for array in quantized[:2]]
+        keys = packed_int4(jnp.asarray(whole[0]).swapaxes(2, 3)).swapaxes(2, 3)
+        case.pages = KVPages(np.asarray(keys), np.asarray(packed_int4(whole[1])), quantized.scales)
+        assert [array.shape[axis] for array, axis in zip(case.pages, (2, 3))] == [4, 4]
+        self.check(case)
+        self.check(case, window=6, soft_cap=1.5)
+        tree = np.tri(7, dtype=bool)[np.minimum(np.arange(len(case.q)) - 3, 6).clip(0)]
+        tree[10:14] = np.tri(7, dtype=bool)[:4]
+        self.check(case, tree_mask=tree)
+        plain = case.pages._replace(k=whole[0].astype(np.int8), v=whole[1].astype(np.int8))
+        options = {"num_decodes": case.num_decodes, "scale": SCALE}
+        found = reference.paged_attention(case.q, case.pages, case.batch, **options)
+        expected = reference.paged_attention(case.q, plain, case.batch, **options)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
     attend = staticmethod(attend)
 
 
@@ -396,6 +417,10 @@ def test_what_makes_no_sense_is_refused(change, message):
         ({"k": np.zeros((4, 2, 8, 3)), "v": np.zeros((4, 2, 8, 3))}, "those of values must be"),
         ({"q": np.zeros((1, 4, 6))}, "head_dim 6 and keys 8"),
         ({"scales": np.zeros((5, 2, 2, 4))}, "Pages of float32 have scales; only int8 and float8"),
+        (
+            {"k": np.zeros((5, 2, 4, 4), np.uint8), "v": np.zeros((5, 2, 4, 4), np.uint8)},
+            "Pages of uint8 have no scales; features of 4 bits need them",
+        ),
         ({"k": np.zeros((5, 2, 8, 4), np.int16)}, "Keys are int16 and values float32; both must"),
         ({"q": np.zeros((1, 4, 8), np.int32)}, "Queries are int32"),
         ({"tables": np.zeros((1, 2))}, "tables is float64"),
@@ -527,7 +552,7 @@ def test_small_weights_of_small_values_count_in_float16(dtype, rows):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "uint8"])
 def test_every_token_and_head_is_written_with_scales_of_its_own(dtype):
     """So what is written next to it changes nothing of it; a token of zeros stays zero."""
     rng = np.random.default_rng(0)
@@ -546,16 +571,19 @@ def test_every_token_and_head_is_written_with_scales_of_its_own(dtype):
         pages = write(pages, jnp.asarray(k[few]), jnp.asarray(v[few]), ids[few], offsets[few])
     for one, other in zip(pages, together):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    largest = 127 if dtype == "int8" else 448
+    largest = {"int8": 127, "float8_e4m3fn": 448, "uint8": 7}[dtype]
     for which, values in enumerate((k, v)):
         for token in range(4):
             peak = np.maximum(np.abs(values[token]).max(axis=1), 1e-30)
             scale = np.asarray(together.scales[ids[token], :, which, offsets[token]])
             np.testing.assert_allclose(scale, peak / largest, rtol=1e-6)
             elements = values[token] / scale[:, None]
-            elements = np.round(elements) if dtype == "int8" else elements
+            elements = elements if dtype == "float8_e4m3fn" else np.round(elements)
             place = ids[token], slice(None), offsets[token]
             found = (together.k.swapaxes(2, 3), together.v)[which][place]
-            np.testing.assert_array_equal(found, elements.clip(-largest, largest).astype(dtype))
+            stored = np.dtype("int8" if dtype == "uint8" else dtype)
+            if dtype == "uint8":
+                found = unpacked_int4(found, -1)
+            np.testing.assert_array_equal(found, elements.clip(-largest, largest).astype(stored))
     with pytest.raises(ValueError, match="have scales of their own, so k_scale and v_scale must"):
         write_kv(pages, k, v, ids, offsets, k_scale=jnp.ones(2))

@@ -19,13 +19,14 @@ LONG = 3
 
 
 @exhaustive
-def test_a_mesh_answers_as_the_oracle(answered):
-    """fp8 on eight devices; int8 is on the meshes below."""
-    on_mesh("TP4 PP2", check_greedy, answered)
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_mesh_answers_as_the_oracle(answered, kind):
+    """On eight devices; int8 is on the meshes below."""
+    on_mesh("TP4 PP2", check_greedy, answered, kind)
 
 
-def check_greedy(mesh: str, answered: Path) -> None:
-    model = TinyModel.open(answered / "model").with_kv("fp8")
+def check_greedy(mesh: str, answered: Path, kind: str) -> None:
+    model = TinyModel.open(answered / "model").with_kv(kind)
     with load(model, mesh) as llm:
         for output in drive(llm.engine, greedy(model)):
             model.check_greedy(output)

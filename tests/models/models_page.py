@@ -97,7 +97,7 @@ _LAYERS = 4
 _CONTEXT = 8192
 """Of the plans, or what a model takes; windows that are longer are none."""
 _ROOM = 1 << 40
-_KV_DTYPES = ("int8", "fp8")
+_KV_DTYPES = ("int8", "fp8", "int4")
 _MESHES = {
     "tensor": {"tensor_parallel_size": 2},
     "context": {"context_parallel_size": 2},

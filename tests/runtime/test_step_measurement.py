@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 
+import pytest
+
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.startup import engine_plan
 from jaxserve.runtime.step_measurement import StepMeasurements
+from jaxserve.scheduler.step_time import StepLoad
 
 
 class Recorder:
@@ -46,23 +49,26 @@ def test_tokens_differ_so_that_they_take_different_experts(llama):
         assert len({*chunk.seq.token_ids(chunk.start, chunk.start + chunk.num_tokens)}) > 4
 
 
-def test_the_fastest_round_of_a_step_counts(llama):
-    """Other processes slow down whole rounds: there are more until two are as fast."""
+def test_steps_whose_rounds_differ_are_timed_again_and_a_burst_does_not_count(llama):
     shapes = engine_plan.plan_engine(EngineConfig.of(model=llama.path, **llama.settings())).shapes
     steps = StepMeasurements(shapes, Recorder())
     counts = collections.Counter()
-    slow = [3.0, 2.0, 1.3, 1.1, 1.7, 1.0, 1.02]  # The third point's rounds; the others are quiet.
+    seconds = {}
 
     def timed(first, again):
-        counts[id(first)] += 1
-        place = list(counts).index(id(first))
-        factor = slow[counts[id(first)] - 1] if place == 2 else 1.0
-        return [(1 + place) * factor * jitter for jitter in (0.6, 1.0, 1.4)]
+        load = StepLoad.of(first)
+        counts[load] += 1
+        base = seconds.setdefault(load, 1.0 + len(seconds))
+        # One of the first four rounds of one of the steps is three times as slow.
+        burst = 3.0 if base == 3.0 and counts[load] == 2 else 1.0
+        return [base * burst * jitter for jitter in (0.6, 1.0, 1.4)]
 
     steps._time = timed
     told = list(steps.run())
-    measured = [found.seconds for *_, found in told if found is not None]
-    assert measured == [1.0 + place for place in range(len(measured))]
-    assert list(counts.values()) == [4, 4, 7, *[4] * (len(measured) - 3)]
+    measured = {found.load: found.seconds for *_, found in told if found is not None}
+    assert measured.keys() == seconds.keys()
+    for load, base in seconds.items():
+        assert counts[load] == (12 if base == 3.0 else 4)
+        assert measured[load] == pytest.approx(base, rel=0.1 if base == 3.0 else 1e-9)
     assert [done for done, _, found in told if found is None] == list(range(1, counts.total() + 1))
     assert all(done <= total for done, total, _ in told)

@@ -37,9 +37,9 @@ class EngineConfig:
         model: the default model's name, a .gguf file, a directory, or a Hugging Face id.
         dtype: dtype of weights, activations and KV pages: float32, bfloat16 (bf16) or float16
             (fp16); by default float32 on CPUs, else bfloat16.
-        kv_cache_dtype: dtype of KV pages: "auto" is that of activations; with "int8" or "fp8"
-            (fp8_e4m3) they are quantized as they are written, with a scale for each token and head
-            (docs/kv.md).
+        kv_cache_dtype: dtype of KV pages: "auto" is that of activations; with "int8", "fp8"
+            (fp8_e4m3) or "int4" they are quantized as they are written, with a scale for each token
+            and head (docs/kv.md).
         quantization: format of the weights in memory: "awq", "gptq", "fp8", "mxfp4" or
             "compressed-tensors", as a checkpoint of this quantization_config stores them, which is
             the default for one (docs/models.md); "gguf", bit-exact in the blocks of

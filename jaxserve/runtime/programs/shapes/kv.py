@@ -17,7 +17,7 @@ from pallas_kernels.page_copy import row_dtype, row_elements
 from pallas_kernels.paged_attention import PageLayout, Pages
 from sharding_rules import KV, SEQ, STAGE, TENSOR
 
-_QUANTIZED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
+_QUANTIZED_KV = {"int8": "int8", "fp8": "float8_e4m3fn", "int4": "uint8"}
 """Dtypes of the elements of quantized pages, by kv_cache_dtype."""
 
 PAGE_NAMES = {
