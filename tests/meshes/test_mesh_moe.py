@@ -57,7 +57,7 @@ def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -
     ("mesh", "settings"),
     [
         combination("CP2", {}),
-        ("TP2 CP2", {"enable_expert_parallel": True}),
+        combination("TP2 CP2", {"enable_expert_parallel": True}),
         combination("TP2 CP2", {"enable_expert_parallel": True, "quantization": "int8"}),
         combination("TP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
     ],
