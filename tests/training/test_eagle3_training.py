@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_medusa_training import OPTIONS, PROMPTS, random_targets
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
-from tiny_engines import TinyModel, generate
+from tiny_engines import TinyModel
 
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
@@ -128,9 +128,10 @@ def test_a_chat_model_writes_prompts_itself(deep, tmp_path):
     assert counts[-1] == 4 == len({first["content"], *(one["content"] for (one,) in others)})
     with LLM(chat, max_num_seqs=4) as llm:
         params = llm.default_sampling_params(temperature=1.0, max_tokens=64)
-        seeded = (dataclasses.replace(params, seed=seed) for seed in range(8))
-        answers = [generate(llm, "<", each).outputs[0] for each in seeded]
-    assert first["content"] == next(a.text.strip() for a in answers if a.finish_reason == "stop")
+        seeded = [dataclasses.replace(params, seed=seed) for seed in range(32)]
+        answers = [output.outputs[0] for output in llm.generate(["<"] * 32, seeded, use_tqdm=False)]
+    ended = (answer.text.strip() for answer in answers if answer.finish_reason == "stop")
+    assert first["content"] == next(filter(None, ended))
     write_prompts(tmp_path / "absent", 4, file, lambda *_: None)
     assert file.read_bytes() == written
 
