@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from kv_engines import first_path, prefilled
 from tiny_checkpoints import write_hf
-from tiny_engines import CONTEXT, PAGE_SIZE, Arrival, TinyModel, drive, member
+from tiny_engines import CONTEXT, PAGE_SIZE, Arrival, TinyModel, drive, wider_member
 
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
-from jaxserve.models.drafters.feature_layer import FeatureLayer
+from jaxserve.models import rope
+from jaxserve.models.drafters.feature_layer import FeatureLayer, model_logits
 from jaxserve.models.family import Params
 from jaxserve.training.dense import draft_states, followed_states
 
@@ -139,9 +140,44 @@ class MTPCheckpoint:
     def write(self, path: Path, **fields: Any) -> Path:
         return write_hf(path, self.raw | fields, self.all_tensors)
 
+    def layer(self, directory: Path, drafts: dict[str, Any], quantization: str | None) -> Layer:
+        """The layer as section 2.2 of the report has it, in numpy but for its block, which is
+        loaded and computed as one more of a model's own layers, rounded if `quantization` says
+        so."""
+        fields = {
+            "num_hidden_layers": self.raw["num_hidden_layers"] + 1,
+            "num_nextn_predict_layers": 0,
+        }
+        longer = TinyModel.open(write_hf(directory, self.raw | fields, self.tensors))
+        if quantization is not None:
+            longer = longer.rounded(quantization)
+        last = longer.config.layer_kinds[-1]
+        assert last == longer.config.layer_kinds[1]  # One of experts, unlike the first.
 
-def mtp_checkpoint() -> MTPCheckpoint:
-    raw, tensors = member("deepseek_v3")
+        def normed(x: jax.Array, name: str) -> np.ndarray:
+            x = np.asarray(x)
+            eps = self.raw["rms_norm_eps"]
+            return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.own[name]
+
+        def fuse(params, config, embedded, states, positions):
+            both = np.concatenate([normed(embedded, "enorm"), normed(states, "hnorm")], axis=-1)
+            x = jnp.asarray(both @ self.own["eh_proj"].T)
+            return x, rope.rotation(config.rope, config.max_position_embeddings, positions)
+
+        def expected(params, config, x):
+            return jnp.asarray(normed(x, "shared_head.norm"))
+
+        moe = dataclasses.replace(longer.config.moe, sparse_layers=(True,))
+        alone = dataclasses.replace(
+            longer.config, num_layers=1, sliding_windows=(None,), rope_layers=(True,), moe=moe
+        )
+        feature_layer = FeatureLayer(longer.family, fuse, expected, model_logits)
+        return Layer(drafts, alone, {"layers": longer.params["layers"][-1:]}, feature_layer)
+
+
+def mtp_checkpoint(times: int = 1) -> MTPCheckpoint:
+    """A DeepSeek V3, `times` as wide as the member of that name."""
+    raw, tensors = wider_member("deepseek_v3", times)
     raw["num_hidden_layers"] -= 1  # The last one has the tensors of the layer for a further token.
     size, rng = raw["hidden_size"], np.random.default_rng(1)
     names = ("enorm", "hnorm", "shared_head.norm")

@@ -259,6 +259,21 @@ def member(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return found["config"], family_members.tensors(found["shapes"])
 
 
+def wider_member(name: str, times: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """As `member`, of latents, with all sizes but the number of experts so many times as large."""
+    found = json.loads(_GOLDEN.read_text(encoding="utf-8"))["members"][name]
+    raw, experts = found["config"], found["config"]["n_routed_experts"]
+    widths = ("hidden_size", "vocab_size", "head_dim", "qk_head_dim", "v_head_dim")
+    widths += ("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
+    widths += ("qk_nope_head_dim", "qk_rope_head_dim")
+    raw |= {name: times * raw[name] for name in widths}
+    shapes = {
+        name: [size if size == experts else times * size for size in shape]
+        for name, shape in found["shapes"].items()
+    }
+    return raw, family_members.tensors(shapes)
+
+
 def preemptions(engine: Engine) -> int:
     return int(engine.get_metrics()["vllm:num_preemptions_total"].value)
 

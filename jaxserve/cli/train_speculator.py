@@ -22,7 +22,7 @@ from jaxserve.training.config import TrainingConfig
 if TYPE_CHECKING:
     from jaxserve.training.acceptance import MeasuredAcceptance
 
-_TARGETS = "targets.jsonl"
+_PROMPTS, _TARGETS = "prompts.jsonl", "targets.jsonl"
 _HELD_OUT = 8
 """One prompt in so many is not trained on, and measures the heads."""
 _MEASURED = 16
@@ -39,7 +39,9 @@ class TrainSpeculator(Common):
 
     Attributes:
         model: a directory, a .gguf file, a Hugging Face id, or the name of the default model.
-        data: a JSONL file of prompts: {"prompt": text} or {"messages": [...]} on each line.
+        data: a JSONL file of prompts: {"prompt": text} or {"messages": [...]} on each line. Without
+            one the model writes prompts itself, as users of its chat template would.
+        num_prompts: how many it writes; without `data` only.
         out: a directory for the heads, the answers, checkpoints and the plot of the loss.
         method: what is trained: "medusa", one head for each token ahead, or one layer, "eagle" or
             "eagle3".
@@ -48,12 +50,18 @@ class TrainSpeculator(Common):
     """
 
     model: Annotated[Positional[str | None], arg(metavar="MODEL")] = None
-    data: Path = Path("prompts.jsonl")
+    data: Path | None = None
+    num_prompts: int = 512
     out: Path = Path("heads")
     method: Literal["medusa", "eagle", "eagle3"] = "medusa"
     max_tokens: int = 128
     temperature: float | None = None
     training: OmitArgPrefixes[TrainingConfig] = dataclasses.field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, naming the field and its value."""
+        if self.num_prompts < 2:
+            raise ConfigError(f"num_prompts is {self.num_prompts}; it must be 2 or more.")
 
     def run(self) -> int:
         from jaxserve.models.drafters.eagle import layer_for
@@ -61,20 +69,27 @@ class TrainSpeculator(Common):
         from jaxserve.models.loading.checkpoint import open_checkpoint
         from jaxserve.training import eagle, eagle3, medusa
         from jaxserve.training.acceptance import acceptance
+        from jaxserve.training.own_prompts import write_prompts
         from jaxserve.training.targets import make_targets, read_prompts
 
         num_heads = self.training.num_heads
         train = {"medusa": medusa.train, "eagle": eagle.train, "eagle3": eagle3.train}[self.method]
-        prompts, model = read_prompts(self.data), open_checkpoint(self.model).config
+        given = None if self.data is None else read_prompts(self.data)
+        model = open_checkpoint(self.model).config
         if self.method != "medusa":
             layer_for(model, self.method)  # Fail now, not after the answers.
         if self.method == "eagle3":
             default_aux_layers(model.num_layers)
-        self._check_resumes(json.dumps(prompts))
+        self._check_resumes(json.dumps(given))
         with TerminalProgress() as progress:
+            if given is None:
+                own = self.out / _PROMPTS
+                wrote = functools.partial(progress, "prompts")
+                write_prompts(self.model, self.num_prompts, own, wrote)
+                given = read_prompts(own)
             targets = make_targets(
                 self.model,
-                prompts,
+                given,
                 self.out / _TARGETS,
                 self.max_tokens,
                 self.temperature,
@@ -110,12 +125,13 @@ class TrainSpeculator(Common):
     def _check_resumes(self, prompts: str) -> None:
         """Raises ConfigError when `out` has answers of a run with other settings or prompts; notes
         those of this."""
-        names = "model", "method", "max_tokens", "temperature"
+        names = "model", "method", "num_prompts", "max_tokens", "temperature"
         both = {name: getattr(self, name) for name in names}
         both = both | dataclasses.asdict(self.training)
         settings = {name: str(value) for name, value in both.items()}
         digest = hashlib.sha256(prompts.encode()).hexdigest()
-        settings["data"] = f"a file of prompts of SHA-256 {digest}"
+        named = f"a file of prompts of SHA-256 {digest}"
+        settings["data"] = "None" if self.data is None else named
         file, answers = self.out / "settings.json", self.out / _TARGETS
         if file.exists() and answers.exists() and answers.stat().st_size:
             other = json.loads(file.read_text(encoding="utf-8"))

@@ -176,8 +176,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished, or a dispatched step is not yet read."""
-        return self._core.has_work
+        """Whether any request is unfinished, or a dispatched step is not yet read; False once the
+        engine has closed, has failed, or follows a host 0 that has closed its own."""
+        return self._closed is None and self._core.has_work
 
     @property
     def is_led(self) -> bool:

@@ -136,8 +136,10 @@ class EngineThread:
         failure: BaseException | None = None
         try:
             while not self._closing:
+                # The last call may have failed in the middle of a change, and on another host
+                # than 0 the last step may have been told that no other follows.
+                self._engine.check_open()
                 self._make_calls(wait=not self._engine.has_work)
-                self._engine.check_open()  # A call may have failed in the middle of a change.
                 if self._engine.has_work and not self._closing:
                     with self._watchdog.step():
                         touched = self._engine.step()

@@ -26,6 +26,7 @@ _LABELS = {
     "programs": "Preparing programs",
     "requests": "Serving requests",
     "steps": "Measuring steps",
+    "prompts": "Writing prompts",
     "targets": "Answering prompts",
     "training": "Training",
 }

@@ -35,7 +35,8 @@ def acceptance(
     """What the drafter in a directory gains on prompts, in tokens, answered greedily."""
     drafts = {"method": method, "model": str(drafter), "num_speculative_tokens": num_drafts}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    with LLM(model, max_num_seqs=NUM_STREAMS, speculative_config=drafts) as llm:
+    streams = min(NUM_STREAMS, len(prompts))
+    with LLM(model, max_num_seqs=streams, speculative_config=drafts) as llm:
         llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
         metrics = llm.get_metrics()
     counts = metrics["vllm:spec_decode_num_accepted_tokens_per_pos_total"].value

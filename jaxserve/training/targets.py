@@ -16,9 +16,9 @@ from jaxserve.llm import LLM
 
 Prompt = str | list[dict[str, Any]]
 Progress = Callable[[int, int], None]
-NUM_STREAMS = 16
-"""Prompts that are answered at once."""
-_CHUNK = 2 * NUM_STREAMS
+NUM_STREAMS = 32
+"""Prompts that are answered at once, if there are as many."""
+_CHUNK = 4 * NUM_STREAMS
 """Answers that are written together."""
 
 
@@ -84,7 +84,8 @@ def make_targets(
     done = list(_read(path)) if path.exists() else []
     if len(done) < len(prompts):
         _write(path, done)  # Without a line that was cut off.
-        with LLM(model, max_num_seqs=NUM_STREAMS) as llm, path.open("a", encoding="utf-8") as file:
+        streams = min(NUM_STREAMS, len(prompts))
+        with LLM(model, max_num_seqs=streams) as llm, path.open("a", encoding="utf-8") as file:
             while len(done) < len(prompts):
                 params = llm.default_sampling_params(max_tokens=max_tokens, seed=0)
                 if temperature is not None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from pathlib import Path
 
-import family_members
 import jax
 import pytest
 from exhaustive import combinations_of, exhaustive
 from kv_engines import Preempter, bytes_of, count, evict_all, prefilled
 from published_configs import DEEPSEEK_V3
 from quantized_checkpoints import write
-from tiny_engines import LONGEST, PAGE_SIZE, Arrival, TinyModel, drive, generate
+from tiny_engines import LONGEST, PAGE_SIZE, Arrival, TinyModel, drive, generate, wider_member
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -224,7 +222,6 @@ def test_quantized_projections(model):
         rounded.check_greedy(generate(llm, model.prompts[-1], GREEDY))
 
 
-GOLDEN = Path(__file__).parents[1] / "models" / "golden" / "families.json"
 WIDER = 4
 """Times as wide as the member: its blocks of 128 are several, the last of a matrix smaller."""
 
@@ -232,21 +229,10 @@ WIDER = 4
 def test_a_checkpoint_in_fp8_as_it_is_published(tmp_path):
     """In blocks of 128 x 128, as V3 and R1: the tokens of the floats that it stands for. Only what
     is applied to queries and results is dequantized."""
-    member = json.loads(GOLDEN.read_text(encoding="utf-8"))["members"]["deepseek_v3"]
-    raw = member["config"]
-    widths = ("hidden_size", "vocab_size", "head_dim", "qk_head_dim", "v_head_dim")
-    widths += ("intermediate_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
-    widths += ("qk_nope_head_dim", "qk_rope_head_dim")
-    raw |= {name: WIDER * raw[name] for name in widths}
-    experts = raw["n_routed_experts"]
-    shapes = {
-        name: [size if size == experts else WIDER * size for size in shape]
-        for name, shape in member["shapes"].items()
-    }
+    raw, tensors = wider_member("deepseek_v3", WIDER)
     # The layer that predicts further tokens is in the files and is not loaded.
     last, further = "model.layers.2.", "model.layers.3."
-    shapes |= {further + name[len(last) :]: shapes[name] for name in shapes if last in name}
-    tensors = family_members.tensors(shapes)
+    tensors |= {further + name[len(last) :]: tensors[name] for name in tensors if last in name}
     published = DEEPSEEK_V3["quantization_config"]
     path, plain = write(tmp_path, raw, tensors, "fp8 in blocks", **published)
     model = TinyModel.open(plain)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from draft_layers import Layer, MTPCheckpoint, Reference, check_moved, mtp_checkpoint, slots
+from exhaustive import combination
 from kv_engines import Preempter, token_ids
-from tiny_checkpoints import write_hf
 from tiny_engines import LONGEST, Arrival, TinyModel, drive
 
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.core.requests.sampling_params import SamplingParams
-from jaxserve.models import rope
-from jaxserve.models.drafters.feature_layer import FeatureLayer, model_logits
+from pallas_kernels.quantized_matmul import QuantizedWeight
 
 DRAFTS = 3
 PLAIN = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -34,38 +31,8 @@ def model(checkpoint, tmp_path_factory) -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def layer(checkpoint, model, tmp_path_factory) -> Layer:
-    """The layer as section 2.2 of the report has it, in numpy but for its block, which is loaded
-    and computed as one more of a model's own layers."""
-    raw, own = checkpoint.raw, checkpoint.own
-    ordinary = raw | {
-        "num_hidden_layers": raw["num_hidden_layers"] + 1,
-        "num_nextn_predict_layers": 0,
-    }
-    directory = tmp_path_factory.mktemp("ordinary") / "model"
-    longer = TinyModel.open(write_hf(directory, ordinary, checkpoint.tensors))
-    last = longer.config.layer_kinds[-1]
-    assert last == longer.config.layer_kinds[1]  # One of experts, unlike the first.
-
-    def normed(x, name):
-        x = np.asarray(x)
-        eps = raw["rms_norm_eps"]
-        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * own[name]
-
-    def fuse(params, config, embedded, states, positions):
-        both = np.concatenate([normed(embedded, "enorm"), normed(states, "hnorm")], axis=-1)
-        x = jnp.asarray(both @ own["eh_proj"].T)
-        return x, rope.rotation(config.rope, config.max_position_embeddings, positions)
-
-    def expected(params, config, x):
-        return jnp.asarray(normed(x, "shared_head.norm"))
-
-    moe = dataclasses.replace(longer.config.moe, sparse_layers=(True,))
-    alone = dataclasses.replace(
-        longer.config, num_layers=1, sliding_windows=(None,), rope_layers=(True,), moe=moe
-    )
-    feature_layer = FeatureLayer(longer.family, fuse, expected, model_logits)
-    return Layer(DRAFTER, alone, {"layers": longer.params["layers"][-1:]}, feature_layer)
+def layer(checkpoint, tmp_path_factory) -> Layer:
+    return checkpoint.layer(tmp_path_factory.mktemp("ordinary") / "model", DRAFTER, None)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +77,30 @@ def test_drafts_are_those_of_the_published_layer(llm, alone, model, layer, share
 def test_the_layer_goes_on_where_its_request_does(llm, model, layer):
     """Its KV is latents, as that of the model."""
     check_moved(llm, model, layer, max(model.prompts, key=len), PLAIN)
+
+
+@pytest.mark.parametrize(("quantization", "times"), [("int8", 1), combination("int4", 4)])
+def test_the_layer_is_rounded_as_the_model_is(tmp_path, quantization, times):
+    checkpoint = mtp_checkpoint(times)
+    layer = checkpoint.layer(tmp_path / "ordinary", DRAFTER, quantization)
+    model = TinyModel.open(checkpoint.write(tmp_path / "model")).rounded(quantization)
+    prompt, seen = model.prompts[3], []
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 1 + DRAFTS + 16}
+    pool = 40 * model.token_bytes * 4
+    with model.load(
+        quantization=quantization,
+        speculative_config=DRAFTER,
+        kv_cache_memory_bytes=pool,
+        **sizes,
+    ) as llm:
+        drafting = llm.engine._runner._state.draft_params["layers"][0]
+        for name in ("queries", "attn_out", "experts_gate_up", "shared_down"):
+            assert isinstance(drafting[name], QuantizedWeight), name
+        engine = llm.engine
+        (output,) = drive(engine, [Arrival(prompt, PLAIN)], lambda: seen.extend(slots(engine)))
+    model.check_greedy(output)
+    reference = Reference(model, layer, [*prompt, *output.outputs[0].token_ids])
+    assert reference.check(seen, len(prompt), of_drafts=True) >= LONGEST // (1 + DRAFTS)
 
 
 def test_models_without_the_layer_are_refused(checkpoint, llama, tmp_path):

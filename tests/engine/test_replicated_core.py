@@ -74,6 +74,18 @@ def test_sigterm_on_a_host_without_open_calls_waits_for_host_0(job, tmp_path):
         assert llm.engine._replicated.ended
 
 
+def test_a_host_has_no_work_once_host_0_has_closed(job, llama):
+    """Whatever it has dispatched, or queued, by then."""
+    first, llm, _ = job
+    stream = llm.stream({"prompt_token_ids": llama.prompts[0]})
+    first.end(checked=False)
+    assert llm.engine.has_work
+    llm.engine.step()
+    assert not llm.engine.has_work
+    with pytest.raises(EngineClosedError, match="host 0 has closed its engine"):
+        stream.result()
+
+
 def test_what_a_snapshot_reads_is_bounded_and_what_it_agreed_on_is_deleted(job, tmp_path):
     first, llm, hosts = job
     first.next_entry(0, joint=["snapshot", True])

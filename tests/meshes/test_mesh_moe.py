@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from draft_layers import Reference, mtp_checkpoint, slots
 from exhaustive import combination, combinations_but
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mesh_engines import load, on_mesh
-from mesh_workload import check_greedy
+from mesh_workload import GREEDY, check_greedy
 from test_mesh_weights import bytes_by_device, geometry_of, tensors_of
-from tiny_engines import TinyModel, assert_loads
+from tiny_engines import Arrival, TinyModel, assert_loads, drive
 
 from jaxserve.core.model_config import MoEConfig
 from jaxserve.models import moe
@@ -49,6 +51,39 @@ def check_mixture(mesh: str, directory: Path, member: str, **settings: object) -
     with load(model, mesh, trace_file=directory / "trace.json", **settings) as llm:
         check_greedy(model, llm.engine)
         assert_loads(llm.engine)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        combination("CP2", {}),
+        combination("TP2 CP2", {"enable_expert_parallel": True}),
+        combination("TP2 CP2", {"enable_expert_parallel": True, "quantization": "int8"}),
+        combination("TP2", {"enable_expert_parallel": True, "sequence_parallel": True}),
+    ],
+)
+def test_a_layer_for_further_tokens(tmp_path, mesh, settings):
+    on_mesh(mesh, check_further_tokens, tmp_path, **settings)
+
+
+def check_further_tokens(mesh: str, directory: Path, **settings: Any) -> None:
+    """What it makes of each sequence is what one device would, of the model's experts and its
+    own."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    checkpoint, quantization = mtp_checkpoint(), settings.get("quantization")
+    layer = checkpoint.layer(directory / "ordinary", drafts, quantization)
+    model = TinyModel.open(checkpoint.write(directory / "model"))
+    model = model if quantization is None else model.rounded(quantization)
+    settings |= {"speculative_config": drafts, "max_num_seqs": 1, "program_scope": "layer"}
+    budget = {"max_num_batched_tokens": 3 + 16, "pages": 30}
+    prompt, seen = model.prompts[-2], []
+    with load(model, mesh, **settings, **budget) as llm:
+        engine = llm.engine
+        arrival = Arrival(prompt, GREEDY)
+        (output,) = drive(engine, [arrival], lambda: seen.extend(slots(engine)))
+    model.check_greedy(output)
+    reference = Reference(model, layer, [*prompt, *output.outputs[0].token_ids])
+    assert reference.check(seen, len(prompt), of_drafts=True) > 3
 
 
 @pytest.mark.parametrize("further", [{}, combination({"dual_batch_overlap": "on"})])

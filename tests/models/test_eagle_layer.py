@@ -64,11 +64,6 @@ def test_a_layer_follows_the_embedding_and_the_hidden_state(directory, llama):
     [
         ({"num_hidden_layers": 2}, UnsupportedModelError, "num_hidden_layers 2; only a draft of"),
         (
-            {"architectures": ["LlamaForCausalLMEagle3"]},
-            UnsupportedModelError,
-            "of a layer of EAGLE-3; use the method 'eagle3'",
-        ),
-        (
             {"architectures": ["Olmo2ForCausalLM"]},
             UnsupportedModelError,
             "architecture Olmo2ForCausalLM; a draft layer must be of the Llama family",

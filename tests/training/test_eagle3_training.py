@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from tiny_engines import TinyModel
 
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
+from jaxserve.llm import LLM
 from jaxserve.models.drafters import eagle3
 from jaxserve.models.drafters.eagle3 import Eagle3Config
 from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
@@ -22,7 +25,8 @@ from jaxserve.training.dense import draft_states, followed_states
 from jaxserve.training.eagle import Layer, random_params
 from jaxserve.training.eagle3 import frequent, loss, train
 from jaxserve.training.loop import Frozen
-from jaxserve.training.targets import Target
+from jaxserve.training.own_prompts import write_prompts
+from jaxserve.training.targets import Target, read_prompts
 
 PASSES = 3
 
@@ -107,6 +111,29 @@ def test_a_stopped_run_goes_on_to_the_same_layer(deep, tmp_path):
     assert whole.losses[-1] < 0.8 * whole.losses[0]
     whole.save(tmp_path / "layer")
     assert Eagle3Checkpoint.open(tmp_path / "layer").own(7).draft_vocab_size == 200
+
+
+@pytest.mark.interfaces
+def test_a_chat_model_writes_prompts_itself(deep, tmp_path):
+    """It goes on from where its template has a user's words, to the end of text."""
+    file, counts = tmp_path / "own" / "prompts.jsonl", []
+    with pytest.raises(ConfigError, match="no chat template, so it cannot write prompts itself"):
+        write_prompts(deep.path, 4, file, lambda *_: None)
+    template = "{% for each in messages %}<{{ each.content }}>{% endfor %}:"
+    chat = tmp_path / "chat"
+    shutil.copytree(deep.path, chat)
+    (chat / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write_prompts(chat, 4, file, lambda done, _: counts.append(done))
+    ((first,), *others), written = read_prompts(file), file.read_bytes()
+    assert counts[-1] == 4 == len({first["content"], *(one["content"] for (one,) in others)})
+    with LLM(chat, max_num_seqs=4) as llm:
+        params = llm.default_sampling_params(temperature=1.0, max_tokens=64)
+        seeded = [dataclasses.replace(params, seed=seed) for seed in range(32)]
+        answers = [output.outputs[0] for output in llm.generate(["<"] * 32, seeded, use_tqdm=False)]
+    ended = (answer.text.strip() for answer in answers if answer.finish_reason == "stop")
+    assert first["content"] == next(filter(None, ended))
+    write_prompts(tmp_path / "absent", 4, file, lambda *_: None)
+    assert file.read_bytes() == written
 
 
 @pytest.mark.interfaces

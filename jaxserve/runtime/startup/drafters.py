@@ -14,6 +14,7 @@ from jaxserve.models.loading.drafters import mtp as mtp_layer
 from jaxserve.models.loading.drafters.eagle import EagleCheckpoint
 from jaxserve.models.loading.drafters.eagle3 import Eagle3Checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
+from jaxserve.models.loading.drafters.methods import check_method
 from jaxserve.runtime.programs.shapes.params import partitioned
 from jaxserve.runtime.programs.shapes.program import DraftModel
 from jaxserve.runtime.proposers.draft_model import check_draft_model
@@ -34,21 +35,27 @@ def open_drafter(
         return checkpoint
     if speculative is None or speculative.model is None:
         return None
-    if speculative.method == "medusa":
-        heads = MedusaCheckpoint.open(speculative.model)
-        check_heads(heads.config, checkpoint.config, speculative)
-        return heads
-    if speculative.method in ("eagle", "eagle3"):
-        opened = Eagle3Checkpoint if speculative.method == "eagle3" else EagleCheckpoint
-        layer = opened.open(speculative.model)
-        layer.feature_layer(checkpoint.config)
-        check_draft_layer(layer.config, checkpoint.config, config.max_model_len)
-        return layer
+    model, method = speculative.model, speculative.method
     try:
-        draft = open_checkpoint(speculative.model, load_format, seed=config.seed)
+        check_method(model, method)
+        draft: Checkpoint | MedusaCheckpoint
+        if method == "medusa":
+            draft = MedusaCheckpoint.open(model)
+        elif method == "eagle":
+            draft = EagleCheckpoint.open(model)
+        elif method == "eagle3":
+            draft = Eagle3Checkpoint.open(model)
+        else:
+            draft = open_checkpoint(model, load_format, seed=config.seed)
     except ModelError as error:
         raise type(error)(f"the model of speculative_config: {error}") from error
-    check_draft_model(draft.config, checkpoint.config, config.max_model_len)
+    if isinstance(draft, MedusaCheckpoint):
+        check_heads(draft.config, checkpoint.config, speculative)
+    elif isinstance(draft, EagleCheckpoint):
+        draft.feature_layer(checkpoint.config)
+        check_draft_layer(draft.config, checkpoint.config, config.max_model_len)
+    else:
+        check_draft_model(draft.config, checkpoint.config, config.max_model_len)
     return draft
 
 

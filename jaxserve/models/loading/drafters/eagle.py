@@ -21,7 +21,7 @@ from jaxserve.models.drafters.feature_layer import FeatureLayer
 from jaxserve.models.families import llama
 from jaxserve.models.family import Params, ParamSpec
 from jaxserve.models.loading.assemble import check_tensors
-from jaxserve.models.loading.directory import CONFIG, config_from_files, read_config_files
+from jaxserve.models.loading.directory import CONFIG
 from jaxserve.models.loading.safetensors import SafetensorsCheckpoint
 from jaxserve.models.registry import get_family
 
@@ -46,15 +46,6 @@ class EagleCheckpoint(SafetensorsCheckpoint):
     title: ClassVar[str] = "EAGLE draft layer"
     origin: ClassVar[str] = ", such as `jaxserve train-speculator --method eagle` writes"
     not_loaded: ClassVar[tuple[str, ...]] = (eagle.EMBEDDINGS,)
-
-    @classmethod
-    def read_config(cls, path: Path) -> ModelConfig:
-        files = read_config_files(path)
-        if is_eagle3(files[CONFIG]):
-            raise UnsupportedModelError(
-                f"{path / CONFIG} is of a layer of EAGLE-3; use the method 'eagle3'."
-            )
-        return config_from_files(files)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:

@@ -19,6 +19,8 @@ from jaxserve.models.loading.assemble import Index, check_tensors
 from jaxserve.models.loading.safetensors import slices_of
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+MODEL_TYPE = "medusa"
+"""That of `config.json`."""
 _SIZES = {
     "num_heads": "num_heads",
     "num_hidden_layers": "num_layers",
@@ -79,10 +81,10 @@ class MedusaCheckpoint:
 
 
 def _config(path: Path, raw: Mapping[str, Any]) -> MedusaConfig:
-    if raw.get("model_type") != "medusa":
+    if raw.get("model_type") != MODEL_TYPE:
         raise ModelError(
-            f"{path / CONFIG} has model_type {shown(raw.get('model_type'))}; it must be 'medusa' "
-            "for the method 'medusa'."
+            f"{path / CONFIG} has model_type {shown(raw.get('model_type'))}; it must be "
+            f"{MODEL_TYPE!r} for the method 'medusa'."
         )
     for field in ("medusa_fc_bias", "truncated_vocab_size"):
         value = raw.get(field)
@@ -116,5 +118,9 @@ def save_heads(path: Path, config: MedusaConfig, blocks: np.ndarray) -> None:
     tensors = {tensor_name(*place): np.ascontiguousarray(w) for place, w in zip(places, blocks)}
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     written = {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()}
-    written |= {"architectures": ["MedusaModel"], "model_type": "medusa", "original_lm_head": True}
+    written |= {
+        "architectures": ["MedusaModel"],
+        "model_type": MODEL_TYPE,
+        "original_lm_head": True,
+    }
     (path / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
