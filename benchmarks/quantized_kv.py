@@ -222,9 +222,10 @@ def scaled_by(kind: str, peak_of: Read) -> Read:
 
 
 def attention_by(read: Read, config: ModelConfig) -> Attention:
-    """Causal attention over one whole sequence of keys and values as they are read."""
+    """Causal attention, without sinks, over one whole sequence of keys and values as they are
+    read."""
 
-    def attention(layer, q, k, v, *, window):
+    def attention(layer, q, k, v, *, window, sinks=None):
         k, v = (
             jnp.repeat(read(layer, which, x), config.queries_per_kv, axis=1)
             for which, x in enumerate((k, v))

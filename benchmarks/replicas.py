@@ -1,9 +1,10 @@
 """Replicas against one engine: the same requests to `jaxserve serve` with and without
-`--data-parallel-size`, on the same cores.
+`--data-parallel-size`, on the same cores; and what a router adds to the time of a request.
 
 Rounds alternate, and the best of each is reported: other work on the machine only slows a round
-down. The overhead of the router is the time of a request for one token, alone, less that of the
-same request to one engine.
+down. What a router adds is measured without HTTP: requests for one token, each alone, go by turns
+to an engine and to a router of one replica, which has the same cores. Reported is the median of the
+differences, of prompts that are sent to both.
 
     python benchmarks/replicas.py
 """
@@ -11,12 +12,19 @@ same request to one engine.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import statistics
 import time
 
 import numpy as np
 from served import complete_all, served
 from table import print_table
+
+from jaxserve import AsyncEngine, SamplingParams
+from jaxserve.cluster.ray_replicas import load_replicas
+from jaxserve.core.settings.config import EngineConfig
+from jaxserve.engine.client import EngineClient
 
 CONTEXT = 512
 BUDGET = 160
@@ -30,7 +38,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="generated for each request")
     parser.add_argument("--seqs", type=int, default=32, help="running at once, in all")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--alone", type=int, default=50, help="requests for one token, alone")
+    parser.add_argument("--alone", type=int, default=100, help="requests for one token")
     args = parser.parse_args()
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, 129, args.requests)
@@ -47,7 +55,6 @@ def main() -> None:
         ],
     }
     seconds: dict[str, list[float]] = {way: [] for way in sizes}
-    alone_ms: dict[str, float] = {}
     answers = []
     with (
         served(args.model, *options, *sizes["one engine"]) as one,
@@ -59,37 +66,68 @@ def main() -> None:
                 begin = time.monotonic()
                 answers.append(complete_all(url, bodies))
                 seconds[way].append(time.monotonic() - begin)
-        for way, url in urls.items():
-            alone_ms[way] = _alone_ms(url, prompts[0][:8], args.alone)
     if any(answer != answers[0] for answer in answers):
         raise SystemExit("the answers differ")
     tokens = args.requests * args.tokens
     best = {way: min(times) for way, times in seconds.items()}
     print_table(
         f"{args.requests} requests, {args.tokens} tokens each, {args.seqs} at once",
-        ("", "seconds", "tokens/s", "of one engine", "one token alone, ms"),
+        ("", "seconds", "tokens/s", "of one engine"),
         [
             (
                 way,
                 f"{best[way]:.2f}",
                 f"{tokens / best[way]:.0f}",
                 f"{best['one engine'] / best[way]:.2f}x",
-                f"{alone_ms[way]:.1f}",
             )
             for way in sizes
         ],
     )
+    alone = [rng.integers(1000, 49000, 32).tolist() for _ in range(args.alone)]
+    engine_ms, router_ms, added_ms = _alone_ms(args.model, alone)
+    print_table(
+        f"{args.alone} requests for one token, each alone",
+        ("", "median ms a request"),
+        [("an engine", engine_ms), ("a router of one replica", router_ms), ("added", added_ms)],
+    )
 
 
-def _alone_ms(url: str, prompt: list[int], count: int) -> float:
-    """The median time of a request for one token."""
-    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    times = []
-    for _ in range(count):
-        begin = time.monotonic()
-        complete_all(url, [body])
-        times.append(1000 * (time.monotonic() - begin))
-    return statistics.median(times)
+def _alone_ms(model: str, prompts: list[list[int]]) -> tuple[float, float, float]:
+    """Median times of a request to an engine, to a router of one replica, and by how much the
+    second is longer."""
+    settings = {
+        "model": model,
+        "max_model_len": CONTEXT,
+        "max_num_batched_tokens": BUDGET,
+        "max_num_seqs": 1,
+        "page_size": 16,
+        "kv_cache_memory_bytes": 1 << 28,
+    }
+    with (
+        contextlib.closing(AsyncEngine.load(**settings)) as engine,
+        contextlib.closing(load_replicas(EngineConfig.of(**settings), 1)) as router,
+    ):
+        times = asyncio.run(_ask_by_turns([engine, router], prompts))
+    one, routed = zip(*times)
+    added = [both[1] - both[0] for both in times]
+    return statistics.median(one), statistics.median(routed), statistics.median(added)
+
+
+async def _ask_by_turns(
+    clients: list[EngineClient], prompts: list[list[int]]
+) -> list[tuple[float, ...]]:
+    """The milliseconds that each client takes for a token after each prompt."""
+    params, times = SamplingParams(temperature=0, max_tokens=1), []
+    for number, prompt in enumerate(prompts):
+        of_each = []
+        for client in clients:
+            begin = time.monotonic()
+            async with await client.submit([prompt], params, [f"{number}"]) as updates:
+                async for _ in updates:
+                    pass
+            of_each.append(1000 * (time.monotonic() - begin))
+        times.append(tuple(of_each))
+    return times
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from jaxserve.cluster.policies.autoscale import check_bounds
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, MissingDependencyError
 
 
 class ReplicaCounts(Protocol):
@@ -48,9 +48,14 @@ def check_replica_counts(command: ReplicaCounts, fixed: str) -> None:
             )
 
 
-def check_replicas(num_replicas: int, of_one_engine: Mapping[str, object]) -> None:
+def check_replicas(
+    num_replicas: int,
+    of_one_engine: Mapping[str, object],
+    asked_by: str = "data_parallel_size",
+) -> None:
     """Raises ConfigError for a setting of one engine that is given, and in a launched job, and as
-    `check_ray`; MissingDependencyError without Ray."""
+    `check_ray`; MissingDependencyError without Ray. `asked_by`: the option that asks for
+    replicas."""
     import jax
 
     for name, value in of_one_engine.items():
@@ -64,9 +69,14 @@ def check_replicas(num_replicas: int, of_one_engine: Mapping[str, object]) -> No
             "replicas are of one process, which starts them by Ray, and not of a launched job; "
             "leave jaxserve launch out."
         )
-    from jaxserve.cluster.ray_replicas import check_ray
+    try:
+        from jaxserve.cluster.ray_replicas import check_ray
 
-    check_ray()
+        check_ray()
+    except MissingDependencyError as error:
+        raise MissingDependencyError(
+            f"{asked_by} asks for {num_replicas} replicas, but {error}"
+        ) from error
 
 
 def platform_of_replicas() -> str:

@@ -307,7 +307,10 @@ class Serve(Common):
                 f"{self.num_replicas} replicas; leave one of them out."
             )
         settings = {"snapshot_dir": self.snapshot_dir, "trace_file": self.trace_file}
-        check_replicas(self.num_replicas, settings)
+        asked_by = "data_parallel_size"
+        if self.max_replicas or self.prefill_replicas:
+            asked_by = "max_replicas" if self.max_replicas else "prefill_replicas"
+        check_replicas(self.num_replicas, settings, asked_by)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -15,13 +15,19 @@ PERIOD_S = 0.2
 
 
 async def share_fairly(replicas: Sequence[RoutedReplica]) -> None:
-    """Exchange the counters of tenants between `replicas`, which may change, until cancelled."""
+    """Exchange the counters of tenants between `replicas`, which may change, until cancelled. One
+    that does not answer keeps no other one waiting."""
     shares = FairShares()
-    while True:
-        loaded = [replica for replica in replicas if replica.state != "loading"]
-        shares.keep({replica.index for replica in loaded})
-        await asyncio.gather(*(_exchange(shares, replica) for replica in loaded))
-        await asyncio.sleep(PERIOD_S)
+    asked: dict[RoutedReplica, asyncio.Task[None]] = {}
+    async with asyncio.TaskGroup() as exchanges:
+        while True:
+            loaded = [replica for replica in replicas if replica.state != "loading"]
+            shares.keep({replica.index for replica in loaded})
+            asked = {replica: task for replica, task in asked.items() if not task.done()}
+            for replica in loaded:
+                if replica not in asked:
+                    asked[replica] = exchanges.create_task(_exchange(shares, replica))
+            await asyncio.sleep(PERIOD_S)
 
 
 async def _exchange(shares: FairShares, replica: RoutedReplica) -> None:

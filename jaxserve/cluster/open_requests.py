@@ -85,11 +85,10 @@ class OpenRequests:
                 )
                 self._refuse(submission, error)
                 return
-            seed = each.params.seed
-            if seed is None:
-                seed = self._seeds.getrandbits(63)
-            params = dataclasses.replace(each.params, seed=seed)
-            each = dataclasses.replace(each, params=params, seed=seed)
+            params = each.params
+            if params.seed is None:
+                params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
+            each = dataclasses.replace(each, params=params, seed=params.seed)
             request = OpenRequest(RoutedRequest(each, self._demand(each)), submission, number)
             self._open[each.request_id] = request
             submission.requests.append(request)
@@ -233,15 +232,17 @@ class OpenRequests:
         self._dispatcher.send()
 
     def _demand(self, added: AddRequest) -> Demand:
-        hashes = self._page_hashes(added, added.token_ids) if self.caches_prefixes else None
+        hashes = self._page_hashes(added, added.token_ids, ()) if self.caches_prefixes else None
         return Demand.of(
             len(added.token_ids), hashes, self.page_size, added.params.n, added.priority
         )
 
-    def _page_hashes(self, added: AddRequest, token_ids: SequenceOf[int]) -> tuple[bytes, ...]:
-        """Hashes of the pages of a request whose tokens are these."""
-        adapter = added.lora_request
-        return page_hashes(token_ids, self.page_size, added.tenant, added.cache_salt, adapter)
+    def _page_hashes(
+        self, added: AddRequest, token_ids: SequenceOf[int], known: SequenceOf[bytes]
+    ) -> tuple[bytes, ...]:
+        """Hashes of the pages of a request whose tokens are these; `known` are the first ones."""
+        adapter, salt = added.lora_request, added.cache_salt
+        return page_hashes(token_ids, self.page_size, added.tenant, salt, adapter, known)
 
     def _route(self, request: OpenRequest) -> None:
         """Send a request to a replica, or have it wait until one is ready."""
@@ -368,9 +369,10 @@ class OpenRequests:
         if output is None:
             return
         replica.num_finished += 1
+        known = request.routed.demand.hashes
         for choice in output.outputs if self.caches_prefixes else ():
             token_ids = [*added.token_ids, *choice.token_ids[:-1]]  # The last has no KV.
-            replica.load.cached.add(self._page_hashes(added, token_ids))
+            replica.load.cached.add(self._page_hashes(added, token_ids, known))
 
     def _fail(self, request: OpenRequest, error: JaxserveError) -> None:
         self._end(request)
@@ -385,10 +387,12 @@ class OpenRequests:
 
 def _for_client(request: OpenRequest, output: RequestOutput) -> RequestOutput:
     """A replica's output as that of the request which the client has sent."""
-    cached_tokens = request.cached_tokens or 0
+    cached_tokens, added = request.cached_tokens or 0, request.routed.added
     return dataclasses.replace(
         output,
-        request_id=request.routed.added.request_id,
+        request_id=added.request_id,
+        prompt=added.prompt,
+        prompt_token_ids=tuple(added.token_ids),
         metrics=dataclasses.replace(output.metrics, cached_tokens=cached_tokens),
     )
 

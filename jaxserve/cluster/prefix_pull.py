@@ -58,10 +58,11 @@ class PrefixPull:
         compute_us = await self._destination.client.prefill_us(start, stop)
         if not pulls.pays(pull.num_pages, compute_us):
             return
-        begin_s = time.monotonic()
         token_ids = added.token_ids[:stop]
-        num_tokens = await source.pull_to(
-            self._destination.client, token_ids, added.tenant, added.cache_salt
-        )
-        us = round(1e6 * (time.monotonic() - begin_s))
+        async with self._destination.arriving(self, pull.num_pages):
+            begin_s = time.monotonic()
+            num_tokens = await source.pull_to(
+                self._destination.client, token_ids, added.tenant, added.cache_salt
+            )
+            us = round(1e6 * (time.monotonic() - begin_s))
         pulls.pulled(pull, num_tokens, self._page_size, us)

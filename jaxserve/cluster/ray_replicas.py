@@ -70,6 +70,10 @@ def load_replicas(
             "it out."
         )
 
+    named = "data_parallel_size"
+    if min_replicas is not None or num_prefill:
+        named = "prefill_replicas and decode_replicas" if num_prefill else "max_replicas"
+
     def start() -> list[RayReplica]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray's default niceness, 15, starves replicas beside any busy process.
@@ -80,7 +84,7 @@ def load_replicas(
             raise DistributedError(f"Ray does not start: {error}") from error
         free = dict.fromkeys(ray.cluster_resources(), 0.0) | ray.available_resources()
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        options, num_cores = share(config, num_replicas, free, machines)
+        options, num_cores = share(config, num_replicas, free, machines, named)
         actor = ray.remote(**options, max_restarts=-1)(Replica)
         log_level = logging.getLogger("jaxserve").level
 
@@ -130,12 +134,13 @@ def share(
     num_replicas: int,
     free: Mapping[str, float],
     machines: Sequence[Mapping[str, float]],
+    named: str = "data_parallel_size",
 ) -> tuple[dict[str, Any], int | None]:
     """What Ray reserves for each replica, and on CPUs its number of cores. `free` is what Ray has
     left in all, with 0 for what is in use; `machines` is what each machine has. Raises ConfigError
-    when there is less: Ray would wait for it."""
-    named = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
-    kind = _RESOURCES.get(named) or next((k for k in ("TPU", "GPU") if k in free), "CPU")
+    when there is less: Ray would wait for it. `named`: the setting that it says to lower."""
+    platform = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
+    kind = _RESOURCES.get(platform) or next((k for k in ("TPU", "GPU") if k in free), "CPU")
     num_free = int(free.get(kind, 0))
     needed = 1 if kind == "CPU" else config.num_devices  # CPU devices are virtual: cores are not.
 
@@ -148,8 +153,8 @@ def share(
         where = f" on {len(machines)} machines" if len(machines) > 1 else ""
         raise ConfigError(
             f"{num_replicas} replicas take {needed} {what} each, but Ray has "
-            f"{num_free}{where}; start at most {most(needed)}, or add machines to the Ray "
-            "cluster."
+            f"{num_free}{where}; start at most {most(needed)}, by {named}, or add machines to the "
+            "Ray cluster."
         )
     if kind == "CPU":
         cores = range(num_free // num_replicas, 0, -1)

@@ -44,14 +44,16 @@ class ReceivedSequence:
             return None
         num_tokens = min(self._tokens_to_skip, len(delta.token_ids))
         num_chars = min(self._chars_to_skip, len(delta.text))
-        self._tokens_to_skip -= num_tokens
-        self._chars_to_skip -= num_chars
-        logprobs = delta.logprobs and delta.logprobs[num_tokens:]
-        new = delta._replace(
-            text=delta.text[num_chars:],
-            token_ids=delta.token_ids[num_tokens:],
-            logprobs=logprobs or None,
-        )
+        new = delta
+        if num_tokens or num_chars:
+            self._tokens_to_skip -= num_tokens
+            self._chars_to_skip -= num_chars
+            logprobs = delta.logprobs and delta.logprobs[num_tokens:]
+            new = delta._replace(
+                text=delta.text[num_chars:],
+                token_ids=delta.token_ids[num_tokens:],
+                logprobs=logprobs or None,
+            )
         if not new.token_ids and not new.text and new.finish_reason is None:
             return None
         self._token_ids += new.token_ids

@@ -40,6 +40,7 @@ class StagedCopy:
         self._source, self._sent_as = request.replica, request.sent_as
         self._destination, self._load, self._name = destination, destination.load, name
         self._source_load = request.replica.load
+        self._page_size = page_size
         self._stages = CopyStages(
             len(request.routed.added.token_ids),
             page_size,
@@ -91,9 +92,14 @@ class StagedCopy:
         self._source_load.num_moving += 1
 
     async def _stage(self) -> None:
-        """Copy the KV computed since the last stage."""
-        async with asyncio.timeout(COPY_S):
-            num_staged = await self._source.client.stage_in(
-                self._destination.client, self._sent_as, self._name, self._stages.num_staged
-            )
+        """Copy the KV computed since the last stage, once there is room for it."""
+        start = self._stages.num_staged
+        most = self._request.routed.demand.num_pages(self._page_size) - start // self._page_size
+        async with self._destination.arriving(self._name, most):
+            if not self.is_wanted:
+                return
+            async with asyncio.timeout(COPY_S):
+                num_staged = await self._source.client.stage_in(
+                    self._destination.client, self._sent_as, self._name, start
+                )
         self._stages.staged(num_staged)

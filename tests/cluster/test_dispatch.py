@@ -31,6 +31,7 @@ def test_hashes_are_of_full_pages_and_all_before_them():
     hashes = page_hashes(range(11), PAGE, None, None)
     assert len(hashes) == 2
     assert page_hashes(range(8), PAGE, None, None) == hashes
+    assert page_hashes(range(8), PAGE, None, None, known=hashes[:1]) == hashes
     assert page_hashes([0, 1, 2, 3, 9, 9, 9, 9], PAGE, None, None)[0] == hashes[0]
     other = page_hashes([9, 1, 2, 3, 4, 5, 6, 7], PAGE, None, None)
     assert not set(other) & set(hashes)

@@ -9,7 +9,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from mortal import GREEDY, ask, run
+from mortal import GREEDY, all_up, ask, run
 
 from jaxserve.cluster.policies.fairness import FairShares
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -129,4 +129,27 @@ def test_every_replica_is_told_what_tenants_were_served_by_all(llama, cluster, m
         while queues[0]._shared != queues[1]._shared:
             await asyncio.sleep(0.02)
 
+    run(scenario())
+
+
+def test_a_stopped_replica_keeps_no_other_waiting(cluster, monkeypatch):
+    """Long before it is found to be lost."""
+    router, replicas = cluster
+    exchange, exchanged = FairShares.exchange, []
+
+    def counted(shares, replica, served, waiting):
+        exchanged.append(replica)
+        exchange(shares, replica, served, waiting)
+
+    async def scenario():
+        await all_up(router)
+        replicas[1].is_stopped = True
+        while 1 in exchanged[-3:] or len(exchanged) < 3:
+            await asyncio.sleep(0.02)
+        assert replicas[1].is_stopped
+        replicas[1].is_stopped = False
+        await router._result_of(replicas[1].die())
+        await all_up(router)
+
+    monkeypatch.setattr(FairShares, "exchange", counted)
     run(scenario())

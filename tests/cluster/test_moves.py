@@ -11,6 +11,7 @@ import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
 from jaxserve.cluster import mover, open_requests, staged_copy
+from jaxserve.cluster.policies.arrivals import Arrivals
 from jaxserve.cluster.policies.copies import LAST_TOKENS
 from jaxserve.cluster.policies.migration import MAX_MOVES
 from jaxserve.cluster.router import Router
@@ -54,6 +55,18 @@ async def check_answer(asking, alone, fault):
         assert output.outputs[0].finish_reason == "abort"
         expected = expected[: len(tokens)]
     assert tokens == list(output.outputs[0].token_ids) == expected
+
+
+def in_books(mortal, replica):
+    """What a replica and the router still have of a request that has ended, which they are told one
+    after the other."""
+    engine = mortal._replica._engine._engine
+    taken = sum(taken.num_takes for taken in engine.migration._taken)
+    pinned = any(node.pins for node in engine.kv.tree)
+    staged, used = bool(engine.migration._staged), engine.kv.pool.num_used
+    coming = not replica.load.arrivals.has_room(1000)
+    in_router = coming or replica.load.num_used_pages or replica.requests
+    return taken or pinned or staged or used or in_router
 
 
 def test_a_move_takes_the_kv_along(llama, llm, cluster):
@@ -117,11 +130,9 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
         await check_answer(asking, alone, fault)
         assert not any(replica.at_move for replica in replicas)
         await all_up(router)
-        for replica, mortal in zip(pool._replicas, replicas):
-            assert (replica.load.num_used_pages, replica.load.num_moving) == (0, 0)
-            assert not replica.requests
-            tree = mortal._replica._engine._engine.kv.tree
-            assert not any(node.pins for node in tree)
+        assert [replica.load.num_moving for replica in pool._replicas] == [0, 0]
+        while any(map(in_books, replicas, pool._replicas)):
+            await asyncio.sleep(0.002)
 
     run(scenario())
 
@@ -158,6 +169,55 @@ def test_few_moves_are_begun_at_a_time(llama, cluster, monkeypatch):
         assert [each.load.num_moving for each in pool._replicas] == [0, 0]
 
     run(scenario())
+
+
+def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, monkeypatch):
+    router, replicas = cluster
+    pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
+    prompts, num_coming, seen = llama.prompts[5:7], 0, []
+    expected = [llm.generate(each, params, use_tqdm=False)[0] for each in prompts]
+
+    async def stage_in(*arguments):
+        nonlocal num_coming
+        num_coming += 1
+        seen.append(num_coming)
+        try:
+            return await replicas[0]._replica.stage_in(*arguments)
+        finally:
+            num_coming -= 1
+
+    async def moved_both():
+        source, destination = pool._replicas
+        while not all(request.routed.begun for request in source.requests.values()):
+            await asyncio.sleep(0.002)
+        destination.load.arrivals = Arrivals(0)
+        requests = tuple(source.requests.values())
+        moves = [pool.requests.move(request, destination) for request in requests]
+        await asyncio.gather(*moves)
+        destination.load.arrivals = Arrivals(destination.load.num_pages)
+        return len(requests)
+
+    async def scenario():
+        await all_up(router)
+        monkeypatch.setattr(open_requests, "dispatch", lambda loads, demand: 0)
+        asking = [
+            asyncio.create_task(ask(router, prompt, params, f"both-{number}"))
+            for number, prompt in enumerate(prompts)
+        ]
+        while await held(router, 0) < 2:
+            await asyncio.sleep(0)
+        before = pool.requests.num_moved
+        assert await router._result_of(moved_both()) == 2
+        assert pool.requests.num_moved - before == 2
+        for alone, (tokens, _) in zip(expected, await asyncio.gather(*asking)):
+            assert tokens == list(alone.outputs[0].token_ids)
+
+    replicas[0].stage_in = stage_in
+    try:
+        run(scenario())
+    finally:
+        del replicas[0].stage_in
+    assert len(seen) >= 2 and set(seen) == {1}
 
 
 def test_a_rolling_restart_loses_no_request(llama, llm, cluster, monkeypatch):
@@ -256,14 +316,6 @@ def test_a_copy_that_fails_while_the_prompt_is_computed(llama, llm, apart, fault
         await all_up(router)
         while any(map(in_books, replicas, router._pool._replicas)):
             await asyncio.sleep(0.002)
-
-    def in_books(mortal, replica):
-        """What both sides still have of the request; its end is told one after the other."""
-        engine = mortal._replica._engine._engine
-        taken = sum(taken.num_takes for taken in engine.migration._taken)
-        pinned = any(node.pins for node in engine.kv.tree)
-        staged = bool(engine.migration._staged)
-        return taken or pinned or staged or replica.load.num_used_pages or replica.requests
 
     try:
         run(scenario())

@@ -14,7 +14,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Self
 
-from jaxserve.cluster.policies.prefixes import CachedPrefixes
+from jaxserve.cluster.policies.arrivals import Arrivals
+from jaxserve.cluster.policies.prefixes import CachedPrefixes, num_leading
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.cluster_status import Role
 
 HEADROOM = 0.5
@@ -63,8 +65,12 @@ class Demand:
 
     def own_pages(self, page_size: int) -> int:
         """Pages beyond those of `hashes`."""
-        length = self.num_tail + math.ceil(self.num_output / self.num_sequences)
-        return self.num_unhashed + self.num_sequences * max(1, math.ceil(length / page_size))
+        length = self.num_tail + cdiv(self.num_output, self.num_sequences)
+        return self.num_unhashed + self.num_sequences * max(1, cdiv(length, page_size))
+
+    def num_pages(self, page_size: int) -> int:
+        """All pages that it needs."""
+        return len(self.hashes) + self.own_pages(page_size)
 
 
 class ReplicaLoad:
@@ -77,6 +83,7 @@ class ReplicaLoad:
         demands: of its requests, in the order in which they came.
         num_moving: those of its requests whose KV is being copied to others.
         num_pulled: prefixes that are being copied from it to others.
+        arrivals: the KV that others send it.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class ReplicaLoad:
         self.role = role
         self.draining = False
         self.cached = CachedPrefixes(num_pages)
+        self.arrivals = Arrivals(num_pages)
         self.num_sequences = self.num_moving = self.num_pulled = 0
         self.demands: dict[Hashable, Demand] = {}
         self._shared: Counter[bytes] = Counter()
@@ -113,9 +121,10 @@ class ReplicaLoad:
     def remove(self, key: Hashable) -> None:
         """Its request has ended."""
         demand = self.demands.pop(key)
-        self._shared.subtract(demand.hashes)
         for page in demand.hashes:
-            if not self._shared[page]:
+            if self._shared[page] > 1:
+                self._shared[page] -= 1
+            else:
                 del self._shared[page]
         self._own_pages -= demand.own_pages(self.page_size)
         self._num_high -= demand.priority < 0
@@ -143,8 +152,8 @@ class ReplicaLoad:
             return math.inf
         usage = self.num_used_pages
         if more is not None:
-            usage += sum(page not in self._shared for page in more.hashes)
-            usage += more.own_pages(self.page_size)
+            num_shared = num_leading(more.hashes, self._shared)
+            usage += more.num_pages(self.page_size) - num_shared
         return usage
 
     def freeness(self, more: Demand | None = None) -> float:

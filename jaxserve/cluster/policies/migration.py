@@ -111,4 +111,4 @@ def _takes(load: ReplicaLoad, demand: Demand, least: float) -> bool:
 
 
 def _cost(load: ReplicaLoad, demand: Demand) -> tuple[int, int]:
-    return -demand.priority, len(demand.hashes) + demand.own_pages(load.page_size)
+    return -demand.priority, demand.num_pages(load.page_size)

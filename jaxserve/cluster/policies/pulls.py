@@ -37,8 +37,8 @@ class Pull(NamedTuple):
 def plan_pull(loads: Sequence[ReplicaLoad], destination: int, demand: Demand) -> Pull | None:
     """The pull of the longest prefix of a request that a replica other than its `destination` has
     cached, if that is longer than its own; of equal ones from the replica with the fewest
-    sequences. None if that one is busy with `MAX_PULLS`. Plan it before the request counts
-    there."""
+    sequences. None if that one is busy with `MAX_PULLS`, or the destination with other KV that
+    comes. Plan it before the request counts there."""
     num_cached = loads[destination].cached.match(demand.hashes)
     matched = [
         (load.cached.match(demand.hashes), -load.num_sequences, -index)
@@ -47,6 +47,8 @@ def plan_pull(loads: Sequence[ReplicaLoad], destination: int, demand: Demand) ->
     ]
     num_pages, _, index = max(matched, default=(0, 0, 0))
     if num_pages <= num_cached or loads[-index].num_pulled >= MAX_PULLS:
+        return None
+    if not loads[destination].arrivals.has_room(num_pages):
         return None
     return Pull(-index, num_pages, num_cached)
 

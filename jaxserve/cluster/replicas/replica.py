@@ -19,6 +19,7 @@ from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import EngineClosedError
 from jaxserve.core.process.logs import configure_logging
 from jaxserve.core.requests.lora import LoRARequest
+from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import TokenizedPrompt
@@ -110,7 +111,8 @@ class Replica:
 
     async def updates(self) -> list[tuple[str, Update]]:
         """All updates since the last call, with the ids of their requests, in order; waits for the
-        first. Raises EngineClosedError when the engine has failed, or `load` was called again."""
+        first. Outputs have no prompt, which the caller has. Raises EngineClosedError when the
+        engine has failed, or `load` was called again."""
         num_loads = self._num_loads
         while not self._updates:
             self._changed.clear()
@@ -226,6 +228,8 @@ class Replica:
         with contextlib.suppress(EngineClosedError):  # `updates` says so.
             async with stream:
                 async for _, update in stream:
+                    if isinstance(update, RequestOutput):
+                        update = dataclasses.replace(update, prompt=None, prompt_token_ids=())
                     self._updates.append((request_id, update))
                     self._changed.set()
         del self._pumps[request_id]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 
 from jaxserve.cluster.policies.dispatch import ReplicaLoad
 from jaxserve.cluster.replicas.replica_client import ReplicaClient
@@ -126,6 +127,18 @@ class RoutedReplica:
         self.load = self._no_load(self._info)
         self.enter("loading")
         return left
+
+    @contextlib.asynccontextmanager
+    async def arriving(self, key: Hashable, num_pages: int) -> AsyncIterator[None]:
+        """KV of so many pages comes to it within the block, which is entered once there is room
+        for that in its host's memory."""
+        arrivals, room = self.load.arrivals, asyncio.Event()
+        arrivals.enter(key, num_pages, room.set)
+        try:
+            await room.wait()
+            yield
+        finally:
+            arrivals.leave(key)
 
     @property
     def is_drained(self) -> bool:

@@ -31,7 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"host {host!r} and port {port} cannot be listened on "
+            f"port is {port}, which cannot be listened on at host {host!r} "
             f"({error.strerror or error}); give others, or port 0 for a free one."
         ) from None
     return listener
