@@ -6,7 +6,7 @@ An engine for each kv_cache_dtype scores the same texts, the first 512 tokens of
 Python reference that comes with Python (`pydoc_data`), and continues the same openings greedily.
 --scales compares instead what a scale may be common to, in a dense forward pass without an engine:
 of each token and head; of a page, decided by its first token; of a head, calibrated on other texts;
-or none, as vLLM stores fp8 without calibrated scales.
+or none, as vLLM stores fp8 without calibrated scales; and int4 with and without its rotation.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.fetch import default_model_path
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family
+from pallas_kernels.paged_attention.layout import rotated
 
 KINDS = ("auto", "int8", "fp8", "int4")
 TEXT_TOKENS = 512
@@ -175,6 +176,7 @@ def compare_scales(model: Path, count: int) -> None:
                 kind, lambda layer, which, x: peaks[layer, which][:, None]
             ),
         }
+    ways["int4, token and head, rotated"] = rotated_by(scaled_by("int4", of_token))
     ways["fp8, none"] = scaled_by("fp8", lambda layer, which, x: jnp.float32(DTYPES["fp8"][1]))
     rows, plain = [], None
     for name, read in ways.items():
@@ -219,6 +221,11 @@ def scaled_by(kind: str, peak_of: Read) -> Read:
         return elements.astype(dtype).astype(jnp.float32) * scale
 
     return read
+
+
+def rotated_by(read: Read) -> Read:
+    """Rounds what is rotated, as pages of int4 do."""
+    return lambda layer, which, x: rotated(read(layer, which, rotated(x)))
 
 
 def attention_by(read: Read, config: ModelConfig) -> Attention:

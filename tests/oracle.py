@@ -7,6 +7,7 @@ greedy tokens must equal `greedy`'s.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -140,10 +141,21 @@ def _rounded(x: jax.Array, kv_cache_dtype: str) -> jax.Array:
         "int4": (jnp.int8, 7),
         "fp8": (jnp.float8_e4m3fn, 448),
     }[kv_cache_dtype]
+    if kv_cache_dtype == "int4":
+        x = x @ _rotation(x.shape[-1])
     peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     scale = jnp.where(peak > 0, peak, 1) / largest
     elements = x / scale if kv_cache_dtype == "fp8" else jnp.round(x / scale)
-    return elements.astype(dtype).astype(jnp.float32) * scale
+    kept = elements.astype(dtype).astype(jnp.float32) * scale
+    return kept @ _rotation(x.shape[-1]) if kv_cache_dtype == "int4" else kept
+
+
+def _rotation(dim: int) -> jax.Array:
+    """Hadamard's matrix of `dim`, a power of two, in Sylvester's order."""
+    place = np.arange(dim)
+    common = place[:, None] & place
+    odd = sum(common >> bit & 1 for bit in range(dim.bit_length())) % 2
+    return jnp.asarray((1 - 2 * odd) / math.sqrt(dim), jnp.float32)
 
 
 def dense_attention(config: ModelConfig, kv_cache_dtype: str = "auto") -> Attention:

@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.layout import (
     Pages,
     RaggedBatch,
     Visible,
+    rotated,
 )
 from pallas_kernels.paged_attention.tree import attend_within_trees
 
@@ -221,7 +222,7 @@ def attend(
     operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
     out, lse = operation.run(
         backend,
-        q[:served],
+        _as_keys(q[:served], pages),
         pages,
         batch,
         Visible(visible.since[:served], until[:served]),
@@ -229,6 +230,7 @@ def attend(
         scale=scale,
         soft_cap=soft_cap,
     )
+    out = _as_keys(out, pages)
     if served == len(q):
         return out, lse
     return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:], pages))))
@@ -253,7 +255,7 @@ def _with_groups(
     owner = masks.first_of_groups(batch, groups, decodes)
     rows = RaggedBatch(batch.tables[owner], groups.context, groups.starts, groups.lengths)
     until = jnp.minimum(visible.until, batch.tables.shape[1] * pages.k.shape[3])
-    arguments = q[:decodes], pages, rows, Visible(visible.since, until)
+    arguments = _as_keys(q[:decodes], pages), pages, rows, Visible(visible.since, until)
     scores = {"scale": scale, "soft_cap": soft_cap}
     operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
     chosen = operation.choose(backend, *arguments, num_decodes=0, **scores)
@@ -264,12 +266,17 @@ def _with_groups(
         else:
             shared, its_lse = operation.run(backend, *arguments, num_decodes=0, **scores)
         its_lse = jnp.where(batch.context[:decodes, None] > 0, its_lse, -jnp.inf)
-        both = merge_two(out[:decodes], lse[:decodes], shared, its_lse)
+        both = merge_two(out[:decodes], lse[:decodes], _as_keys(shared, pages), its_lse)
         return tuple(map(jnp.concatenate, zip(both, (out[decodes:], lse[decodes:]))))
 
     if chosen is not xla.paged_attention:
         return merged()
     return lax.cond(jnp.any(groups.lengths > 0), merged, lambda: (out, lse))
+
+
+def _as_keys(x: jax.Array, pages: Pages) -> jax.Array:
+    """Queries as the keys of these pages are, rotated or not; or results back from there."""
+    return rotated(x).astype(x.dtype) if pages.k.dtype == jnp.uint8 else x
 
 
 def _empty(q: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array]:
@@ -316,6 +323,8 @@ def write_kv(
     if isinstance(pages, LatentPages):
         return _WRITE_LATENTS.run(backend, pages, k.astype(pages.k.dtype), None, page_ids, offsets)
     scales = pages.scales
+    if pages.k.dtype == jnp.uint8:
+        k, v = rotated(k), rotated(v)
     if scales is not None:
         k_scale, v_scale = (xla.scales_of(values, pages.k.dtype) for values in (k, v))
         new = jnp.stack([k_scale, v_scale], axis=-1)

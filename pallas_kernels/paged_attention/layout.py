@@ -22,6 +22,25 @@ def features_per_element(dtype: jnp.dtype) -> int:
     return 2 if dtype == jnp.uint8 else 1
 
 
+def rotated(x: jax.Array) -> jax.Array:
+    """x [..., head_dim] times a symmetric orthogonal matrix, in float32: a Hadamard matrix of the
+    largest power of two that divides head_dim, in blocks. It is its own inverse.
+
+    Keys and values of 4 bits are kept rotated, so that no feature is much larger than the others of
+    its token (QuaRot, 2404.00456). Queries are rotated likewise, which leaves scores as they are,
+    and results are rotated back. By additions of pairs, whose order does not depend on the batch.
+    """
+    dim = x.shape[-1]
+    size = dim & -dim
+    x, half = x.astype(jnp.float32), 1
+    while half < size:
+        pairs = x.reshape(*x.shape[:-1], dim // (2 * half), 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([low + high, low - high], axis=-2).reshape(x.shape)
+        half *= 2
+    return x / math.sqrt(size)
+
+
 def packed_int4(values: jax.Array) -> jax.Array:
     """Whole numbers from -7 to 7 [..., head_dim] as bytes uint8 [..., head_dim / 2]: byte f has
     feature f in its low bits and feature f + head_dim / 2 in its high ones, each plus 8."""
@@ -45,7 +64,8 @@ class KVPages(NamedTuple):
     scales: float32 [pages, kv_heads, 2, page_size], of quantized pages: what the elements of a
     token's key, and then of its value, are multiplied with. None: elements are the values.
 
-    Of uint8 the arrays have head_dim / 2 bytes in the place of head_dim elements.
+    Of uint8 the arrays have head_dim / 2 bytes in the place of head_dim elements, and keys and
+    values are `rotated`.
     """
 
     k: jax.Array

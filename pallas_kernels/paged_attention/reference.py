@@ -75,6 +75,9 @@ def _attend(
     if pages.scales is not None:
         scales = np.asarray(pages.scales, np.float64)
         keys, values = keys * scales[:, :, 0, None], values * scales[:, :, 1, :, None]
+    if pages.k.dtype == np.uint8:
+        rotation = _rotation(values.shape[3])
+        keys, values = (keys.swapaxes(2, 3) @ rotation).swapaxes(2, 3), values @ rotation
     group, page_size = q.shape[1] // keys.shape[1], values.shape[2]
     out = np.zeros((*q.shape[:2], values.shape[3]))
     lse = np.full(q.shape[:2], -np.inf)
@@ -113,3 +116,10 @@ def _features(array, axis):
     if array.dtype == np.uint8:  # feature f in the low bits, and f + head_dim / 2 in the high ones
         array = np.concatenate([array % 16, array // 16], axis=axis) - 8.0
     return np.asarray(array, np.float64)
+
+
+def _rotation(dim):
+    block, size = np.ones((1, 1)), dim & -dim
+    while len(block) < size:
+        block = np.block([[block, block], [block, -block]])
+    return np.kron(np.eye(dim // size), block / np.sqrt(size))

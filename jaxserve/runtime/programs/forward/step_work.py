@@ -81,10 +81,10 @@ def draft_work(shapes: ProgramShapes) -> DraftWork | None:
                 expert_bytes=round(share * target.expert_bytes),
             )
         )
-    each = _work(shapes, shapes.draft_params, local)
+    page, each = shapes.kv.pages_of(local), _work(shapes, shapes.draft_params, local)
     each = dataclasses.replace(
         each,
-        kv_bytes=local.num_kv_heads * (local.head_dim + local.value_dim) * shapes.dtype.itemsize,
+        kv_bytes=page.page_bytes // page.page_size,
         tensor=shapes.tensor,
     )
     if shapes.feature_layer:  # A layer, before the head of the model unless it has one of its own.
