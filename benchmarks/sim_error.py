@@ -3,14 +3,16 @@
 Measures the steps of the engine first, or takes what `jaxserve profile` measured, then serves each
 load for real and on the virtual clock, and compares percentiles. A load is Poisson arrivals, or a
 trace whose lengths are scaled to the engine's context, at each of the request rates. Run it on an
-idle machine: the row of steps compares what the engine's own steps took with what the profile says
-of the very same ones, so that a machine that has become slower since is told from an error of the
-simulation.
+idle machine. The row of steps compares what the engine's own steps took with what the profile says
+of the very same ones, and the last columns are a simulation with all times of the profile
+multiplied by that ratio: what remains is not from a machine that has become faster or slower since.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,13 +38,13 @@ from jaxserve.metrics.summaries import SequenceSummary
 from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.startup.start import start
-from jaxserve.simulator.profile import Profile
+from jaxserve.simulator.profile import Profile, ProgramTime
 from jaxserve.simulator.simulation import Arrival, Simulation
 
 Prompts = Sequence[list[int]]
 
 
-class Steps:
+class ReadSteps:
     """The steps that an engine core reads, observed beside its own observer."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -129,6 +131,20 @@ def latencies(summaries: Sequence[SequenceSummary]) -> dict[str, float]:
     }
 
 
+def scaled(profile: Profile, factor: float) -> Profile:
+    """All programs take so many times as long."""
+    programs = {
+        key: ProgramTime(*(factor * seconds for seconds in time))
+        for key, time in profile.programs.items()
+    }
+    return dataclasses.replace(profile, programs=programs)
+
+
+def error(found: float, expected: float) -> float:
+    """In percent."""
+    return 100 * (found / expected - 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=EngineConfig.model)
@@ -165,25 +181,34 @@ def main() -> None:
         f"{held_out.median:.1%}, at most {held_out.most:.1%}"
     )
     engine = Engine(plan, tokenizer, runner, log, metrics)
-    steps = Steps(engine._core)
+    steps = ReadSteps(engine._core)
     vocabulary = range(plan.shapes.model.vocab_size)
     for seed, (name, requests) in enumerate(loads(args)):
         maker = PromptMaker(vocabulary, seed)
         prompts = [maker.units(number, request) for number, request in enumerate(requests)]
         before = len(metrics.finished())
         seconds = serve(engine, name, prompts, requests)
-        simulation = simulate(plan, profile, prompts, requests)
-        simulated_seconds = simulation.clock.now() / 1e6
-        tokens = sum(request.output_tokens for request in requests)
         real = latencies(metrics.finished()[before:])
-        model = latencies(simulation.metrics.finished())
-        real["step, mean ms"], model["step, mean ms"] = steps.mean_ms(profile)
-        real["output tokens/s"] = tokens / seconds
-        model["output tokens/s"] = tokens / simulated_seconds
+        step_ms, predicted_ms = steps.mean_ms(profile)
+        of_now = scaled(profile, step_ms / predicted_ms)
+        models = [simulate(plan, times, prompts, requests) for times in (profile, of_now)]
+        tokens = sum(request.output_tokens for request in requests)
+        real |= {"step, mean ms": step_ms, "output tokens/s": tokens / seconds}
+        found = [latencies(model.metrics.finished()) for model in models]
+        for model, rows, mean_ms in zip(models, found, (predicted_ms, step_ms)):
+            rows["step, mean ms"] = mean_ms
+            rows["output tokens/s"] = tokens / (model.clock.now() / 1e6)
         print_table(
             f"{name}: {len(requests)} requests",
-            ("", "engine", "simulation", "error %"),
-            [(row, real[row], model[row], 100 * (model[row] / real[row] - 1)) for row in real],
+            ("", "engine", "simulation", "error %", "at its speed", "error %"),
+            [
+                (
+                    row,
+                    of_engine,
+                    *itertools.chain(*((rows[row], error(rows[row], of_engine)) for rows in found)),
+                )
+                for row, of_engine in real.items()
+            ],
         )
     engine.close()
 
