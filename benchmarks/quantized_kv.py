@@ -229,10 +229,12 @@ def rotated_by(read: Read) -> Read:
 
 
 def attention_by(read: Read, config: ModelConfig) -> Attention:
-    """Causal attention, without sinks, over one whole sequence of keys and values as they are
-    read."""
+    """Causal attention over one whole sequence of keys and values as they are read. Raises
+    ValueError for a model with sinks."""
 
     def attention(layer, q, k, v, *, window, sinks=None):
+        if sinks is not None:
+            raise ValueError("the dense pass has no attention sinks; take a model without.")
         k, v = (
             jnp.repeat(read(layer, which, x), config.queries_per_kv, axis=1)
             for which, x in enumerate((k, v))

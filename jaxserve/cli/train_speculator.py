@@ -22,7 +22,7 @@ from jaxserve.training.config import TrainingConfig
 if TYPE_CHECKING:
     from jaxserve.training.acceptance import MeasuredAcceptance
 
-_PROMPTS, _TARGETS = "prompts.jsonl", "targets.jsonl"
+_PROMPTS, _TARGETS = "own_prompts.jsonl", "targets.jsonl"
 _HELD_OUT = 8
 """One prompt in so many is not trained on, and measures the heads."""
 _MEASURED = 16
@@ -124,8 +124,9 @@ class TrainSpeculator(Common):
 
     def _check_resumes(self, prompts: str) -> None:
         """Raises ConfigError when `out` has answers of a run with other settings or prompts; notes
-        those of this."""
-        names = "model", "method", "num_prompts", "max_tokens", "temperature"
+        those of this, and drops prompts that a model wrote in another."""
+        names = ["model", "method", "max_tokens", "temperature"]
+        names += ["num_prompts"] if self.data is None else []
         both = {name: getattr(self, name) for name in names}
         both = both | dataclasses.asdict(self.training)
         settings = {name: str(value) for name, value in both.items()}
@@ -133,8 +134,8 @@ class TrainSpeculator(Common):
         named = f"a file of prompts of SHA-256 {digest}"
         settings["data"] = "None" if self.data is None else named
         file, answers = self.out / "settings.json", self.out / _TARGETS
-        if file.exists() and answers.exists() and answers.stat().st_size:
-            other = json.loads(file.read_text(encoding="utf-8"))
+        other = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if other and answers.exists() and answers.stat().st_size:
             for name, value in settings.items():
                 if other.get(name) != value:
                     raise ConfigError(
@@ -143,6 +144,8 @@ class TrainSpeculator(Common):
                     )
             return
         self.out.mkdir(parents=True, exist_ok=True)
+        if any(other.get(name) != settings.get(name) for name in ("model", "num_prompts")):
+            (self.out / _PROMPTS).unlink(missing_ok=True)
         file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def _plot(self, losses: list[float]) -> None:

@@ -16,7 +16,7 @@ PERIOD_S = 0.2
 
 async def share_fairly(replicas: Sequence[RoutedReplica]) -> None:
     """Exchange the counters of tenants between `replicas`, which may change, until cancelled. One
-    that does not answer keeps no other one waiting."""
+    that does not answer does not delay the others."""
     shares = FairShares()
     asked: dict[RoutedReplica, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as exchanges:

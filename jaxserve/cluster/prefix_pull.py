@@ -56,7 +56,8 @@ class PrefixPull:
         pull, pulls, source = self._pull, self._pulls, self._source.client
         start, stop = pull.span(self._page_size)
         compute_us = await self._destination.client.prefill_us(start, stop)
-        if not pulls.pays(pull.num_pages, compute_us):
+        has_room = self._destination.load.arrivals.has_room(pull.num_pages)
+        if not has_room or not pulls.pays(pull.num_pages, compute_us):
             return
         token_ids = added.token_ids[:stop]
         async with self._destination.arriving(self, pull.num_pages):

@@ -330,7 +330,7 @@ class Engine:
         return self.metrics.get_metrics(self.log.now()) | of_kv | of_experts
 
     def refuse(self, reason: str) -> None:
-        """Accept no more requests, as while a step hangs in another thread."""
+        """Accept no more requests, for example while a step hangs in another thread."""
         self._closed = reason
 
     def close(self) -> None:

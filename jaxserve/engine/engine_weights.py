@@ -71,7 +71,7 @@ class EngineWeights:
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """As `LLM.wake_up`. Raises WeightsError when dropped weights came from arrays, ModelError
-        when they cannot be read, OutOfMemoryError; what was not taken then sleeps on."""
+        when they cannot be read, OutOfMemoryError; what could not be taken stays asleep."""
         wanted = memory_tags(tags)
         self._check_open()
         with interrupts_held():

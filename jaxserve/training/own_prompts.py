@@ -1,5 +1,5 @@
 """Prompts that a chat model writes itself, as its users would (Magpie; Xu et al. 2024, 2406.08464):
-it goes on from where its chat template has a user's words."""
+it continues its chat template at the point where the user's message begins."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def write_prompts(model: str | Path | None, count: int, path: Path, progress: Pr
 
 
 def _opening(tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a conversation up to the user's words. Raises ConfigError without a template."""
+    """Token ids of a conversation up to the user's message. Raises ConfigError without a template,
+    or with one that has nothing before that."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             "the model has no chat template, so it cannot write prompts itself; give a file of "
@@ -66,4 +67,10 @@ def _opening(tokenizer: Tokenizer) -> list[int]:
         )
     both = (tokenizer.encode_chat([{"role": "user", "content": text}]) for text in ("Who", "7"))
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*both))
-    return [token for token, _ in same]
+    opening = [token for token, _ in same]
+    if not opening:
+        raise ConfigError(
+            "the model's chat template has nothing before the user's message, so it cannot write "
+            "prompts itself; give a file of prompts as data."
+        )
+    return opening

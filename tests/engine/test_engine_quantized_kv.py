@@ -185,7 +185,9 @@ def test_kernels_apply_the_scales(llama):
         assert preempter.count > 3
 
 
-def test_what_there_is_none_of_is_refused():
+def test_what_there_is_none_of_is_refused(llama):
+    with pytest.raises(ConfigError, match="no kernel reads the pages of kv_cache_dtype='int4'"):
+        llama.with_kv("int4").load(attention_backend="pallas")
     known = "it must be one of auto, int8, fp8, fp8_e4m3, int4"
     for value in ("fp8_e5m2", "bfloat16", "int2", None, 8):
         with pytest.raises(ConfigError, match=f"kv_cache_dtype is {value!r}; {known}"):

@@ -115,7 +115,7 @@ def test_a_stopped_run_goes_on_to_the_same_layer(deep, tmp_path):
 
 @pytest.mark.interfaces
 def test_a_chat_model_writes_prompts_itself(deep, tmp_path):
-    """It goes on from where its template has a user's words, to the end of text."""
+    """It continues its template where the user's message begins, to the end of text."""
     file, counts = tmp_path / "own" / "prompts.jsonl", []
     with pytest.raises(ConfigError, match="no chat template, so it cannot write prompts itself"):
         write_prompts(deep.path, 4, file, lambda *_: None)

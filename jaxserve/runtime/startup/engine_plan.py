@@ -273,6 +273,11 @@ def _check_quantizes(config: EngineConfig, model: ModelConfig) -> None:
             f"kv_cache_dtype is {config.kv_cache_dtype!r}, but {model.architecture} keeps latents, "
             "which are not quantized; leave kv_cache_dtype out."
         )
+    if config.kv_cache_dtype == "int4" and config.attention_backend == "pallas":
+        raise ConfigError(
+            "attention_backend is 'pallas', but no kernel reads the pages of "
+            "kv_cache_dtype='int4'; leave attention_backend out, or use int8."
+        )
     if config.kv_cache_dtype == "int4" and model.head_dim % 2:
         raise ConfigError(
             f"kv_cache_dtype is 'int4', which packs two features in a byte, but head_dim is "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.model_files import check_regular, read_json
 from jaxserve.models.loading.directory import CONFIG
 from jaxserve.models.loading.drafters.eagle import is_eagle3
@@ -61,6 +61,6 @@ def _tensor_names(path: Path) -> set[str]:
             check_regular(file)
             with safe_open(file, framework="numpy") as opened:
                 names.update(opened.keys())
-        except (SafetensorError, OSError):
+        except (SafetensorError, ModelError, OSError):
             continue
     return names
