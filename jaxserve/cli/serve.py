@@ -203,6 +203,7 @@ class Serve(Common):
                 self.watchdog_timeout,
                 self.prefill_replicas,
                 None if self.max_replicas is None else self.min_replicas or 1,
+                self._asked_by,
             )
         from jaxserve.async_engine import AsyncEngine
 
@@ -307,10 +308,14 @@ class Serve(Common):
                 f"{self.num_replicas} replicas; leave one of them out."
             )
         settings = {"snapshot_dir": self.snapshot_dir, "trace_file": self.trace_file}
-        asked_by = "data_parallel_size"
-        if self.max_replicas or self.prefill_replicas:
-            asked_by = "max_replicas" if self.max_replicas else "prefill_replicas"
-        check_replicas(self.num_replicas, settings, asked_by)
+        check_replicas(self.num_replicas, settings, self._asked_by)
+
+    @property
+    def _asked_by(self) -> str:
+        """The option that asks for replicas."""
+        if self.max_replicas:
+            return "max_replicas"
+        return "prefill_replicas" if self.prefill_replicas else "data_parallel_size"
 
     @property
     def _names(self) -> tuple[str, ...]:

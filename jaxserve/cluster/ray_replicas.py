@@ -55,11 +55,13 @@ def load_replicas(
     watchdog_timeout: float | None = None,
     num_prefill: int = 0,
     min_replicas: int | None = None,
+    asked_by: str = "data_parallel_size",
 ) -> Router:
     """Load replicas, each on its share of the devices, on CPUs its share of the cores. They run in
     the Ray cluster that RAY_ADDRESS or `ray start` names, or else in one that starts here and ends
     with the router. Blocks until all are ready. `num_prefill` as for Router. With `min_replicas`,
-    so many are loaded, and more, up to `num_replicas`, as the load asks for.
+    so many are loaded, and more, up to `num_replicas`, as the load asks for. `asked_by`: the
+    option that asks for replicas, which errors name.
 
     Raises ConfigError when there are more replicas than devices, DistributedError when Ray does not
     start, and as `AsyncEngine.load` does.
@@ -69,10 +71,6 @@ def load_replicas(
             f"devices is {config.devices}, but Ray divides the devices among the replicas; leave "
             "it out."
         )
-
-    named = "data_parallel_size"
-    if min_replicas is not None or num_prefill:
-        named = "prefill_replicas and decode_replicas" if num_prefill else "max_replicas"
 
     def start() -> list[RayReplica]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -84,7 +82,7 @@ def load_replicas(
             raise DistributedError(f"Ray does not start: {error}") from error
         free = dict.fromkeys(ray.cluster_resources(), 0.0) | ray.available_resources()
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        options, num_cores = share(config, num_replicas, free, machines, named)
+        options, num_cores = share(config, num_replicas, free, machines, asked_by)
         actor = ray.remote(**options, max_restarts=-1)(Replica)
         log_level = logging.getLogger("jaxserve").level
 
@@ -134,11 +132,11 @@ def share(
     num_replicas: int,
     free: Mapping[str, float],
     machines: Sequence[Mapping[str, float]],
-    named: str = "data_parallel_size",
+    asked_by: str = "data_parallel_size",
 ) -> tuple[dict[str, Any], int | None]:
     """What Ray reserves for each replica, and on CPUs its number of cores. `free` is what Ray has
     left in all, with 0 for what is in use; `machines` is what each machine has. Raises ConfigError
-    when there is less: Ray would wait for it. `named`: the setting that it says to lower."""
+    when there is less: Ray would wait for it. `asked_by`: the option that it says to lower."""
     platform = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
     kind = _RESOURCES.get(platform) or next((k for k in ("TPU", "GPU") if k in free), "CPU")
     num_free = int(free.get(kind, 0))
@@ -153,8 +151,8 @@ def share(
         where = f" on {len(machines)} machines" if len(machines) > 1 else ""
         raise ConfigError(
             f"{num_replicas} replicas take {needed} {what} each, but Ray has "
-            f"{num_free}{where}; start at most {most(needed)}, by {named}, or add machines to the "
-            "Ray cluster."
+            f"{num_free}{where}; start at most {most(needed)}, by {asked_by}, or add machines to "
+            "the Ray cluster."
         )
     if kind == "CPU":
         cores = range(num_free // num_replicas, 0, -1)

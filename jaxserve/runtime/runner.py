@@ -202,8 +202,8 @@ class Runner:
         begun_us: int | None,
         hidden: Hidden,
     ) -> DeviceStep:
-        results = self._sampler.sample(packed, key, hidden, self.in_flight)
-        for array in jax.tree.leaves(results.to_host):
+        arrays = self._sampler.sample(packed, key, hidden, self.in_flight)
+        for array in jax.tree.leaves(arrays.to_host):
             array.copy_to_host_async()
         return DeviceStep(
             packed.step_id,
@@ -214,7 +214,7 @@ class Runner:
             together,
             packed.sampled,
             hidden.sampled,
-            *results,
+            arrays,
         )
 
     def _record_expert_loads(self, hidden: Hidden) -> Hidden:
@@ -233,17 +233,17 @@ class Runner:
             _, loads = self._unread_loads.popleft()
             self._expert_loads.add(np.concatenate([np.asarray(load) for load in loads]))
         num_drafts = [0] * len(step.sampled)
-        if step.acceptance is not None:
-            num_drafts = np.asarray(step.acceptance.num_drafts).tolist()[: len(step.sampled)]
+        if step.arrays.acceptance is not None:
+            num_drafts = np.asarray(step.arrays.acceptance.num_drafts).tolist()[: len(step.sampled)]
         return StepResults(
             sampled=step.sampled,
             token_ids=step.tokens(),
             num_drafts=num_drafts,
             width=step.width,
             logprobs=step.sampled_logprobs(),
-            prompt_logprobs=jax.tree.map(np.asarray, step.prompt_logprobs),
+            prompt_logprobs=jax.tree.map(np.asarray, step.arrays.prompt_logprobs),
             last_hidden=np.asarray(step.hidden) if step.pools else None,
-            chunk_sums=None if step.chunk_sums is None else np.asarray(step.chunk_sums),
+            chunk_sums=jax.tree.map(np.asarray, step.arrays.chunk_sums),
             late=late,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,27 +15,17 @@ from jaxserve.core.steps.results import TokenLogprobs
 from jaxserve.runtime.grammar_masks import GrammarMasks
 from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.device_state import DeviceState
-from jaxserve.runtime.programs.device_step import DeviceStep, PackedInputs, SamplingRow
+from jaxserve.runtime.programs.device_step import (
+    DeviceStep,
+    PackedInputs,
+    SampledArrays,
+    SamplingRow,
+)
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.sampling import needs_state, row_constants
 from jaxserve.sampling.speculation import Acceptance
 from jaxserve.structured.matcher import TokenMatcher
-
-
-class Sampled(NamedTuple):
-    """Arrays of a step, as DeviceStep has them."""
-
-    token_ids: jax.Array | None
-    acceptance: Acceptance | None
-    logprobs: TokenLogprobs[jax.Array] | None
-    prompt_logprobs: TokenLogprobs[jax.Array] | None
-    chunk_sums: jax.Array | None
-
-    @property
-    def to_host(self) -> Any:
-        """Those that the host reads of every step."""
-        return self._replace(acceptance=self.acceptance and self.acceptance._replace(drafts=None))
 
 
 class StepSampler:
@@ -98,7 +87,7 @@ class StepSampler:
         key: ProgramKey,
         hidden: Hidden,
         in_flight: Iterable[DeviceStep],
-    ) -> Sampled:
+    ) -> SampledArrays:
         """Samples after the forward pass of a step, by the program `key`, and dispatches what else
         follows it. `in_flight`: the steps before it that are not read, whose tokens the grammars'
         matchers wait for."""
@@ -111,7 +100,7 @@ class StepSampler:
             self._kinds.proposer.extend(self._state, packed, key, hidden)
         prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
         chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
-        return Sampled(token_ids, acceptance, logprobs, prompt_logprobs, chunk_sums)
+        return SampledArrays(token_ids, acceptance, logprobs, prompt_logprobs, chunk_sums)
 
     def _verified(
         self,

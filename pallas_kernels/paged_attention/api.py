@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.layout import (
     Pages,
     RaggedBatch,
     Visible,
+    as_keys,
     rotated,
 )
 from pallas_kernels.paged_attention.tree import attend_within_trees
@@ -222,7 +223,7 @@ def attend(
     operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
     out, lse = operation.run(
         backend,
-        _as_keys(q[:served], pages),
+        as_keys(q[:served], pages),
         pages,
         batch,
         Visible(visible.since[:served], until[:served]),
@@ -230,7 +231,7 @@ def attend(
         scale=scale,
         soft_cap=soft_cap,
     )
-    out = _as_keys(out, pages)
+    out = as_keys(out, pages)
     if served == len(q):
         return out, lse
     return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:], pages))))
@@ -255,7 +256,7 @@ def _with_groups(
     owner = masks.first_of_groups(batch, groups, decodes)
     rows = RaggedBatch(batch.tables[owner], groups.context, groups.starts, groups.lengths)
     until = jnp.minimum(visible.until, batch.tables.shape[1] * pages.k.shape[3])
-    arguments = _as_keys(q[:decodes], pages), pages, rows, Visible(visible.since, until)
+    arguments = as_keys(q[:decodes], pages), pages, rows, Visible(visible.since, until)
     scores = {"scale": scale, "soft_cap": soft_cap}
     operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
     chosen = operation.choose(backend, *arguments, num_decodes=0, **scores)
@@ -266,17 +267,12 @@ def _with_groups(
         else:
             shared, its_lse = operation.run(backend, *arguments, num_decodes=0, **scores)
         its_lse = jnp.where(batch.context[:decodes, None] > 0, its_lse, -jnp.inf)
-        both = merge_two(out[:decodes], lse[:decodes], _as_keys(shared, pages), its_lse)
+        both = merge_two(out[:decodes], lse[:decodes], as_keys(shared, pages), its_lse)
         return tuple(map(jnp.concatenate, zip(both, (out[decodes:], lse[decodes:]))))
 
     if chosen is not xla.paged_attention:
         return merged()
     return lax.cond(jnp.any(groups.lengths > 0), merged, lambda: (out, lse))
-
-
-def _as_keys(x: jax.Array, pages: Pages) -> jax.Array:
-    """Queries as the keys of these pages are, rotated or not; or results back from there."""
-    return rotated(x).astype(x.dtype) if pages.k.dtype == jnp.uint8 else x
 
 
 def _empty(q: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array]:

@@ -26,8 +26,8 @@ def rotated(x: jax.Array) -> jax.Array:
     """x [..., head_dim] times a symmetric orthogonal matrix, in float32: a Hadamard matrix of the
     largest power of two that divides head_dim, in blocks. It is its own inverse.
 
-    Keys and values of 4 bits are kept rotated, so that no feature is much larger than the others of
-    its token (QuaRot, 2404.00456). Queries are rotated likewise, which leaves scores as they are,
+    Keys and values of 4 bits are kept rotated, which spreads large features over the others of
+    their token (QuaRot, 2404.00456). Queries are rotated likewise, which leaves scores as they are,
     and results are rotated back. By additions of pairs, whose order does not depend on the batch.
     """
     dim = x.shape[-1]
@@ -111,6 +111,11 @@ class LatentPages:
 
 
 Pages = KVPages | LatentPages
+
+
+def as_keys(x: jax.Array, pages: Pages) -> jax.Array:
+    """Queries as the keys of these pages are, `rotated` or not; or results back from there."""
+    return rotated(x).astype(x.dtype) if pages.k.dtype == jnp.uint8 else x
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention.layout import (
     LatentPages,
     Pages,
     RaggedBatch,
-    rotated,
+    as_keys,
     unpacked_int4,
 )
 from pallas_kernels.paged_attention.masks import depths, is_tree, owners
@@ -47,9 +47,7 @@ def attend_within_trees(
     ]
 
     token = jnp.clip(trees.starts[:, None] + place, 0, tokens - 1)
-    queries = q[token]
-    if pages.k.dtype == jnp.uint8:
-        queries = rotated(queries).astype(q.dtype)
+    queries = as_keys(q[token], pages)
     position = (trees.context - trees.lengths)[:, None] + place
     position = jnp.where(present, position, 0)
     page = jnp.take_along_axis(trees.tables, position // page_size, axis=1)
@@ -71,8 +69,7 @@ def attend_within_trees(
         depth = depths(tree_mask)[token]
         mask &= depth[:, :, None] - depth[:, None, :] < window
     out, lse = attend_densely(queries, k, v, mask, scale=scale, soft_cap=soft_cap)
-    if pages.k.dtype == jnp.uint8:
-        out = rotated(out)
+    out = as_keys(out, pages)
 
     row, index, owned = owners(batch, tokens)
     tree, index = jnp.maximum(row - num_decodes, 0), jnp.clip(index, 0, width - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,6 +42,24 @@ class PackedInputs(PackedStep):
     """One per entry of `sampled`."""
 
 
+class SampledArrays(NamedTuple):
+    """What follows the forward pass of a step, on the device; None for what nothing asks for."""
+
+    token_ids: jax.Array | None
+    """`width` tokens for each sampled row."""
+    acceptance: Acceptance | None
+    """With speculation, how many of them are accepted; without it the only one."""
+    logprobs: TokenLogprobs[jax.Array] | None
+    prompt_logprobs: TokenLogprobs[jax.Array] | None
+    chunk_sums: jax.Array | None
+    """Of each prefill chunk, if some are pooled."""
+
+    @property
+    def to_host(self) -> Any:
+        """Those that the host reads of every step."""
+        return self._replace(acceptance=self.acceptance and self.acceptance._replace(drafts=None))
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceStep(DispatchedStep):
     """A dispatched step with its arrays, which the device may not have computed yet."""
@@ -50,14 +68,7 @@ class DeviceStep(DispatchedStep):
     hidden: jax.Array
     """Hidden states to sample from. `read` waits for them even if nothing was sampled: the host
     must not run ahead by all the chunks of a long prompt."""
-    token_ids: jax.Array | None
-    """`width` tokens for each of `sampled`."""
-    acceptance: Acceptance | None
-    """With speculation, how many of them are accepted; without it the only one."""
-    logprobs: TokenLogprobs[jax.Array] | None
-    prompt_logprobs: TokenLogprobs[jax.Array] | None
-    chunk_sums: jax.Array | None
-    """Of each prefill chunk, if some are pooled."""
+    arrays: SampledArrays
 
     @property
     def pools(self) -> bool:
@@ -67,7 +78,7 @@ class DeviceStep(DispatchedStep):
     @property
     def is_ready(self) -> bool:
         """Whether the devices have computed it."""
-        return (self.hidden if self.token_ids is None else self.token_ids).is_ready()
+        return (self.hidden if self.arrays.token_ids is None else self.arrays.token_ids).is_ready()
 
     @property
     def width(self) -> int:
@@ -75,29 +86,29 @@ class DeviceStep(DispatchedStep):
 
     def tokens(self) -> list[list[int]]:
         """The tokens that each of `sampled` gained; none if nothing was sampled. Waits for them."""
-        if self.token_ids is None:
+        if self.arrays.token_ids is None:
             return []
         count = len(self.sampled)
-        token_ids = np.asarray(self.token_ids)[self._order()]
+        token_ids = np.asarray(self.arrays.token_ids)[self._order()]
         rows = token_ids.reshape(count, self.width).tolist()
-        if self.acceptance is None:
+        if self.arrays.acceptance is None:
             return rows
-        accepted = np.asarray(self.acceptance.num_tokens).tolist()
+        accepted = np.asarray(self.arrays.acceptance.num_tokens).tolist()
         return [row[:num_tokens] for row, num_tokens in zip(rows, accepted)]
 
     def sampled_logprobs(self) -> TokenLogprobs[np.ndarray] | None:
         """`logprobs` on the host, those of accepted tokens in their order. Waits for them."""
-        if self.logprobs is None:
+        if self.arrays.logprobs is None:
             return None
         order = self._order()
-        return jax.tree.map(lambda array: np.asarray(array)[order], self.logprobs)
+        return jax.tree.map(lambda array: np.asarray(array)[order], self.arrays.logprobs)
 
     def draft_trees(self) -> list[DraftTree]:
         """As DispatchedStep, copied to the host here."""
-        if self.acceptance is None or self.acceptance.drafts is None:
+        if self.arrays.acceptance is None or self.arrays.acceptance.drafts is None:
             return []
-        token_ids, parents = map(np.asarray, self.acceptance.drafts)
-        accepted, path = np.asarray(self.acceptance.num_tokens), self.acceptance.path
+        token_ids, parents = map(np.asarray, self.arrays.acceptance.drafts)
+        accepted, path = np.asarray(self.arrays.acceptance.num_tokens), self.arrays.acceptance.path
         nodes = np.arange(self.width)[None] if path is None else np.asarray(path)
         nodes = np.broadcast_to(nodes, (len(token_ids), nodes.shape[1]))
         return [
@@ -114,8 +125,8 @@ class DeviceStep(DispatchedStep):
         were accepted come first, in their order."""
         count = len(self.sampled)
         order = np.arange(count * self.width).reshape(count, self.width)
-        if self.acceptance is not None and self.acceptance.path is not None:
-            path = np.asarray(self.acceptance.path)[:count]
+        if self.arrays.acceptance is not None and self.arrays.acceptance.path is not None:
+            path = np.asarray(self.arrays.acceptance.path)[:count]
             order[:, : path.shape[1]] = order[:, :1] + path
         return order.reshape(-1)
 
