@@ -37,5 +37,8 @@ def test_load(url, tmp_path, tokenizer_path, route):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
-    totals = benchmark["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
+    # Its metrics leave out a request that lies outside of the measured window, if only by order of
+    # arrival of two last answers; the scheduler's state counts them all.
+    state = benchmark["scheduler_state"]
+    counts = ("created_requests", "successful_requests", "errored_requests", "cancelled_requests")
+    assert [state[count] for count in counts] == [REQUESTS, REQUESTS, 0, 0]
