@@ -1,10 +1,12 @@
 """Replicas against one engine: the same requests to `jaxserve serve` with and without
-`--data-parallel-size`, on the same cores; and what a router adds to the time of a request.
+`--data-parallel-size`, on the same cores; and what a router adds to the time of a request, beside
+what Ray takes for the calls of an actor that does nothing.
 
 Rounds alternate, and the best of each is reported: other work on the machine only slows a round
 down. What a router adds is measured without HTTP: requests for one token, each alone, go by turns
 to an engine and to a router of one replica, which has the same cores. Reported is the median of the
-differences, of prompts that are sent to both.
+differences, of prompts that are sent to both. After each pair, an actor is called as a replica is:
+by a call that waits, and another one that makes it answer.
 
     python benchmarks/replicas.py
 """
@@ -16,8 +18,10 @@ import asyncio
 import contextlib
 import statistics
 import time
+from typing import Any
 
 import numpy as np
+import ray
 from served import complete_all, served
 from table import print_table
 
@@ -84,17 +88,36 @@ def main() -> None:
         ],
     )
     alone = [rng.integers(1000, 49000, 32).tolist() for _ in range(args.alone)]
-    engine_ms, router_ms, added_ms = _alone_ms(args.model, alone)
+    engine_ms, router_ms, added_ms, ray_ms = _alone_ms(args.model, alone)
     print_table(
         f"{args.alone} requests for one token, each alone",
         ("", "median ms a request"),
-        [("an engine", engine_ms), ("a router of one replica", router_ms), ("added", added_ms)],
+        [
+            ("an engine", engine_ms),
+            ("a router of one replica", router_ms),
+            ("added", added_ms),
+            ("two calls of Ray alone", ray_ms),
+        ],
     )
 
 
-def _alone_ms(model: str, prompts: list[list[int]]) -> tuple[float, float, float]:
-    """Median times of a request to an engine, to a router of one replica, and by how much the
-    second is longer."""
+class Idle:
+    """An actor that is called as a replica is, and does nothing."""
+
+    def __init__(self) -> None:
+        self._submitted = asyncio.Event()
+
+    async def submit(self) -> None:
+        self._submitted.set()
+
+    async def updates(self) -> None:
+        await self._submitted.wait()
+        self._submitted.clear()
+
+
+def _alone_ms(model: str, prompts: list[list[int]]) -> tuple[float, ...]:
+    """Median times of a request to an engine, to a router of one replica, by how much the second
+    is longer, and of the calls that a router makes, to an actor that does nothing."""
     settings = {
         "model": model,
         "max_model_len": CONTEXT,
@@ -107,16 +130,18 @@ def _alone_ms(model: str, prompts: list[list[int]]) -> tuple[float, float, float
         contextlib.closing(AsyncEngine.load(**settings)) as engine,
         contextlib.closing(load_replicas(EngineConfig.of(**settings), 1)) as router,
     ):
-        times = asyncio.run(_ask_by_turns([engine, router], prompts))
-    one, routed = zip(*times)
-    added = [both[1] - both[0] for both in times]
-    return statistics.median(one), statistics.median(routed), statistics.median(added)
+        idle = ray.remote(num_cpus=0)(Idle).remote()
+        times = asyncio.run(_ask_by_turns([engine, router], idle, prompts))
+    one, routed, calls = zip(*times)
+    added = [router_ms - engine_ms for engine_ms, router_ms, _ in times]
+    return tuple(map(statistics.median, (one, routed, added, calls)))
 
 
 async def _ask_by_turns(
-    clients: list[EngineClient], prompts: list[list[int]]
+    clients: list[EngineClient], idle: Any, prompts: list[list[int]]
 ) -> list[tuple[float, ...]]:
-    """The milliseconds that each client takes for a token after each prompt."""
+    """The milliseconds that each client takes for a token after each prompt, and those of the
+    calls of an actor that does nothing."""
     params, times = SamplingParams(temperature=0, max_tokens=1), []
     for number, prompt in enumerate(prompts):
         of_each = []
@@ -126,6 +151,12 @@ async def _ask_by_turns(
                 async for _ in updates:
                     pass
             of_each.append(1000 * (time.monotonic() - begin))
+        updates = asyncio.wrap_future(idle.updates.remote().future())
+        await asyncio.sleep(of_each[0] / 1000)  # as long as a replica computes
+        begin = time.monotonic()
+        idle.submit.remote()
+        await updates
+        of_each.append(1000 * (time.monotonic() - begin))
         times.append(tuple(of_each))
     return times
 
