@@ -33,7 +33,7 @@ from jaxserve.cli.simulate import Simulate
 from jaxserve.cli.train_speculator import TrainSpeculator
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.process.logs import configure_logging, level_from_environment
-from jaxserve.core.process.signals import ends_on_interrupt, raise_on_interrupt
+from jaxserve.core.process.signals import INTERRUPTED, ends_on_interrupt, raise_on_interrupt
 from jaxserve.core.version import __version__
 
 _DESCRIPTION = """\
@@ -141,7 +141,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"error: {in_flags(str(error), Command)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes stdout again at exit, which must not hit the broken pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,6 +15,7 @@ from jaxserve.cli.arguments.options import Common, EngineOptions, Sampling, load
 from jaxserve.cli.terminal.streaming import StreamedResponse, receive
 from jaxserve.cli.terminal.text import device_name, summary
 from jaxserve.core.errors import ModelError, RequestError, SnapshotError
+from jaxserve.core.process.signals import INTERRUPTED
 from jaxserve.metrics.summaries import RunSummary
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Generate(Common):
             if self.json:
                 print(json.dumps(_document(llm, response)))
             print(summary(llm), file=sys.stderr)
-        return 130 if response.interrupted else 0
+        return INTERRUPTED if response.interrupted else 0
 
     def _laid_out(self, llm: LLM, text: str) -> str | list[int]:
         """The prompt in the model's chat template, if it has one."""

@@ -22,7 +22,7 @@ import tyro
 from tyro.conf import Positional
 
 from jaxserve.core.errors import ConfigError, JaxserveError
-from jaxserve.core.process.signals import STOPPED
+from jaxserve.core.process.signals import INTERRUPTED, STOPPED
 from jaxserve.distributed.launch.job import is_script
 
 _LEAVE_S = 10.0
@@ -102,7 +102,7 @@ def _status_of(args: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

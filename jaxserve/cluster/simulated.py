@@ -23,6 +23,7 @@ from jaxserve.cluster.policies.migration import Move, begin_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import Pull, Pulls, plan_pull
 from jaxserve.cluster.pool.scaling import PERIOD_S as SCALE_PERIOD_S
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
 from jaxserve.kv.page_table import PageTable
@@ -312,7 +313,7 @@ class SimulatedCluster:
                 arrived()
                 return
             stages.staged(num_tokens)
-            num_pages = -(-num_tokens // page_size) - num_staged // page_size
+            num_pages = cdiv(num_tokens, page_size) - num_staged // page_size
             link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
             self._at(self._now_us + 2 * link_us, arrived)
 

@@ -1,7 +1,7 @@
-"""Allocator of the pages of one tier, as runs of consecutive numbers.
+"""Allocator of the pages of one tier, as extents: ranges of consecutive numbers.
 
 A sequence with consecutive pages is transferred in few copies. After FastSwitch's block groups
-(Shen et al. 2024): a request gets runs of pages while there are any, and single pages when the pool
+(Shen et al. 2024): a request gets extents while there are any, and single pages when the pool
 is nearly full.
 """
 
@@ -11,18 +11,18 @@ from collections.abc import Iterable
 
 
 class ExtentAllocator:
-    """Allocates page numbers `first .. stop - 1`. O(1) per run, and deterministic.
+    """Allocates page numbers `first .. stop - 1`. O(1) per extent, and deterministic.
 
     A sequence that grows gets the pages after its last one if they are free. A new sequence starts
-    in the middle of a large run, so that the sequence that ends where the run begins can grow too.
+    in the middle of a large extent, so that the sequence that ends where it begins can grow too.
     """
 
     def __init__(self, first: int, stop: int) -> None:
         self.num_free = 0
         self._length: dict[int, int] = {}
         self._start_by_stop: dict[int, int] = {}
-        # Runs by the bit length of their length: the last non-empty class holds the longest run, to
-        # within a factor of two.
+        # Extents by the bit length of their length: the last non-empty class holds the longest one,
+        # to within a factor of two.
         self._sizes: list[dict[int, None]] = [{} for _ in range((stop - first).bit_length() + 1)]
         self._first = first
         if stop > first:
@@ -41,7 +41,7 @@ class ExtentAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Frees pages, merging adjacent runs. The caller guarantees that they were allocated."""
+        """Frees pages, merging adjacent extents. The caller guarantees that they were allocated."""
         for page in pages:
             start, stop = page, page + 1
             if page in self._start_by_stop:
@@ -65,7 +65,7 @@ class ExtentAllocator:
         return self._take(middle, count)
 
     def _take(self, start: int, count: int) -> list[int]:
-        """Up to `count` pages from the beginning of a run."""
+        """Up to `count` pages from the beginning of an extent."""
         length = self._length[start]
         taken = min(count, length)
         self._remove(start)

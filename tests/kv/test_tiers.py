@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scripts import run_script
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.kv.offload.stores import DiskStore, HostStore, PageCorruptError, page_runs
+from jaxserve.kv.offload.stores import DiskStore, HostStore, PageCorruptError, page_extents
 
 NUM_PAGES, PAGE_BYTES = 12, 96
 
@@ -45,10 +45,12 @@ def payload_of(count: int, seed: int = 0) -> np.ndarray:
 
 @given(st.lists(st.integers(0, 9)))
 def test_runs_cover_the_pages_in_order_and_are_longest(pages):
-    runs = list(page_runs(pages))
-    assert [page for _, run in runs for page in range(run.start, run.stop)] == pages
-    assert [i for rows, _ in runs for i in range(rows.start, rows.stop)] == list(range(len(pages)))
-    assert all(before.stop != after.start for (_, before), (_, after) in pairwise(runs))
+    extents = list(page_extents(pages))
+    assert [page for _, extent in extents for page in range(extent.start, extent.stop)] == pages
+    assert [i for rows, _ in extents for i in range(rows.start, rows.stop)] == list(
+        range(len(pages))
+    )
+    assert all(before.stop != after.start for (_, before), (_, after) in pairwise(extents))
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

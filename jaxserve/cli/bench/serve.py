@@ -21,6 +21,7 @@ from jaxserve.cli.bench.report import report
 from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.signals import INTERRUPTED
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.runtime.progress import TerminalProgress
@@ -29,9 +30,6 @@ from jaxserve.simulator.deployments import slo as limits
 if TYPE_CHECKING:
     from jaxserve.loadgen.draft_counts import ServerDraftCounts
     from jaxserve.loadgen.endpoint import LoadEndpoint
-
-STOPPED = 130
-"""The exit status of a load that Ctrl-C or SIGTERM ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +124,11 @@ class BenchServe(Common):
         try:
             endpoint, results, drafts = self._served(requests, seed)
         except asyncio.CancelledError:  # SIGTERM, before anything was sent.
-            return STOPPED
+            return INTERRUPTED
         if len(results) < len(requests):
             print(f"stopped after {len(results)} of {len(requests)} requests", file=sys.stderr)
             if not results:
-                return STOPPED
+                return INTERRUPTED
         objectives, deadlines = self.objectives.objectives(), self.deadline.deadlines()
         summary = Summary.of(results, objectives, deadlines)
         text = report(_facts(endpoint, seed), summary, objectives, drafts)
@@ -148,7 +146,7 @@ class BenchServe(Common):
             title = f"{endpoint.model} at {self.base_url}"
             write_plot(self.plot, results, objectives, deadlines, title, text)
         if len(results) < len(requests):
-            return STOPPED
+            return INTERRUPTED
         return 0 if summary.completed else 1
 
     def _search(self, seed: int) -> int:
@@ -168,7 +166,7 @@ class BenchServe(Common):
         except (Stopped, asyncio.CancelledError, KeyboardInterrupt):  # The last between two loads.
             found, stopped = finder.so_far(), True
         if endpoint is None:
-            return STOPPED
+            return INTERRUPTED
         document = self._settings(endpoint, seed) | found.as_json()
         if self.output is not None:
             self._write(document)
@@ -178,7 +176,7 @@ class BenchServe(Common):
             print(f"\n{found.text()}")
         if stopped:
             print(f"stopped after {len(found.probes)} probes", file=sys.stderr)
-            return STOPPED
+            return INTERRUPTED
         if found.rate is None:
             print(f"error: {found.text()}", file=sys.stderr)
             return 1

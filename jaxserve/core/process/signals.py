@@ -12,6 +12,8 @@ from types import FrameType
 
 STOPPED = os.EX_TEMPFAIL
 """Exit status of a process that SIGTERM stopped with work left: restart it."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a command that Ctrl-C ended."""
 
 Handler = Callable[[int, FrameType | None], object]
 

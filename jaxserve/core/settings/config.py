@@ -437,7 +437,7 @@ _DEFAULTS = {setting.name: setting.default for setting in dataclasses.fields(Eng
 
 def share_of_step(max_num_seqs: int, steps_per_weight_read: int) -> int:
     """Most sequences that decode in one step, of the running ones."""
-    return -(-max_num_seqs // steps_per_weight_read)
+    return cdiv(max_num_seqs, steps_per_weight_read)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue, TransferState
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, Transfer, staged_pages
@@ -268,7 +269,7 @@ class OffloadManager:
         """Spills the next pages to be evicted to the tier below, ahead of their eviction."""
         in_flight = (t for t in self._in_flight.values() if t.source is upper.tier)
         coming = sum(len(t.nodes) for t in in_flight if t.target is lower.tier)
-        wanted = -(-upper.num_pages // _SPARE_SHARE) - upper.num_spare - coming
+        wanted = cdiv(upper.num_pages, _SPARE_SHARE) - upper.num_spare - coming
         transfer = Transfer(upper.tier, lower.tier)
         for node in upper.oldest(min(wanted, TRANSFER_PAGES)):
             page = self._take_page(lower, may_lose=True, above=upper)

@@ -2,7 +2,7 @@
 
 A store holds page bytes (`payload`: all layers, keys then values) under its own page numbers
 `0 .. num_pages - 1`, and is independent of their content. Pages with consecutive numbers are copied
-together as one *run* (the block groups of FastSwitch, Shen et al. 2024), so the fewer runs a
+together as one *extent* (the block groups of FastSwitch, Shen et al. 2024), so the fewer extents a
 sequence's pages form, the fewer and larger the copies.
 """
 
@@ -63,10 +63,10 @@ class Store(Protocol):
         """Frees the storage; idempotent. No thread may be reading or writing."""
 
 
-def page_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Splits `pages` into runs of consecutive numbers.
+def page_extents(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Splits `pages` into extents: ranges of consecutive numbers.
 
-    Yields each run as a slice of positions in `pages` and as a slice of page numbers.
+    Yields each extent as a slice of positions in `pages` and as a slice of page numbers.
     """
     start = 0
     for end in range(1, len(pages) + 1):
@@ -76,7 +76,7 @@ def page_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
 
 
 class _PagedStore:
-    """Base of the stores: a fixed number of pages, accessed in runs."""
+    """Base of the stores: a fixed number of pages, accessed in extents."""
 
     closed = False
 
@@ -91,17 +91,17 @@ class _PagedStore:
         self.num_copies = 0
         self._counting = threading.Lock()
 
-    def _runs(self, pages: Sequence[int]) -> list[tuple[slice, slice]]:
-        """Counts and returns the runs of `pages`. Raises IndexError for a page out of range."""
+    def _extents(self, pages: Sequence[int]) -> list[tuple[slice, slice]]:
+        """Counts and returns the extents of `pages`. Raises IndexError for a page out of range."""
         if self.closed:
             raise ValueError("this store is closed")
         for page in pages:
             if not 0 <= page < self.num_pages:
                 raise IndexError(f"page {page} is not in 0 .. {self.num_pages - 1}")
-        runs = list(page_runs(pages))
+        extents = list(page_extents(pages))
         with self._counting:
-            self.num_copies += len(runs)
-        return runs
+            self.num_copies += len(extents)
+        return extents
 
     def _as_rows(self, payload: np.ndarray, least: int) -> np.ndarray:
         """`payload` as uint8 `[rows, page_bytes]`, without a copy; at least `least` rows."""
@@ -137,13 +137,13 @@ class HostStore(_PagedStore):
 
     def write(self, pages: Sequence[int], payload: np.ndarray) -> None:
         payload = self._as_rows(payload, len(pages))
-        for rows, run in self._runs(pages):
-            self._pages[run] = payload[rows]
+        for rows, extent in self._extents(pages):
+            self._pages[extent] = payload[rows]
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
         payload = np.empty((len(pages), self.page_bytes), np.uint8)
-        for rows, run in self._runs(pages):
-            payload[rows] = self._pages[run]
+        for rows, extent in self._extents(pages):
+            payload[rows] = self._pages[extent]
         return payload
 
     def close(self) -> None:
@@ -188,18 +188,18 @@ class DiskStore(_PagedStore):
 
     def write(self, pages: Sequence[int], payload: np.ndarray) -> None:
         payload = self._as_rows(payload, len(pages))
-        runs = self._runs(pages)
+        extents = self._extents(pages)
         for page in pages:
             self._checksums[page] = None  # invalid until all pages are written
-        for rows, run in runs:
-            self._write_at(run.start * self.page_bytes, memoryview(payload[rows]).cast("B"))
+        for rows, extent in extents:
+            self._write_at(extent.start * self.page_bytes, memoryview(payload[rows]).cast("B"))
         for page, row in zip(pages, payload):
             self._checksums[page] = zlib.crc32(row)
 
     def read(self, pages: Sequence[int]) -> np.ndarray:
         payload = np.empty((len(pages), self.page_bytes), np.uint8)
-        for rows, run in self._runs(pages):
-            self._read_at(run.start * self.page_bytes, memoryview(payload[rows]).cast("B"))
+        for rows, extent in self._extents(pages):
+            self._read_at(extent.start * self.page_bytes, memoryview(payload[rows]).cast("B"))
         corrupt = [
             page for page, row in zip(pages, payload) if zlib.crc32(row) != self._checksums[page]
         ]

@@ -16,6 +16,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import layers, parallel, rope
@@ -162,7 +163,7 @@ def _logits(
     found = draft_logits(eps, params, states)
     found = parallel.gather_over_vocab(found)[:, : own.draft_vocab_size]
     ranks = parallel.num_vocab_ranks()
-    count = -(-config.vocab_size // ranks)
+    count = cdiv(config.vocab_size, ranks)
     targets = jnp.arange(own.draft_vocab_size) + params.get("d2t", 0)
     places = targets - parallel.first_of_vocab(count)
     places = jnp.where((places >= 0) & (places < count), places, count)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import WeightsError
 from jaxserve.models.loading import mxfp4
 from jaxserve.models.loading.assemble import Index
@@ -106,7 +107,7 @@ class FusedExperts:
         inputs = index[1]
         if len(stored) == 1:
             return self.tensors[stored[0]][experts, inputs, outputs][0, :, own].T
-        first, last = inputs.start // mxfp4.GROUP, -(-inputs.stop // mxfp4.GROUP)
+        first, last = inputs.start // mxfp4.GROUP, cdiv(inputs.stop, mxfp4.GROUP)
         planes = (self.tensors[part][experts, outputs, first:last][0, own] for part in stored)
         begin = first * mxfp4.GROUP
         return mxfp4.dequantize(*planes)[:, inputs.start - begin : inputs.stop - begin]
@@ -116,7 +117,7 @@ class FusedExperts:
         stored, and of them whole groups of inputs in `format`."""
         place = _place(name)
         experts, own = slice(place.expert, place.expert + 1), slice(place.first, None, place.step)
-        groups = slice(inputs.start // mxfp4.GROUP, -(-inputs.stop // mxfp4.GROUP))
+        groups = slice(inputs.start // mxfp4.GROUP, cdiv(inputs.stop, mxfp4.GROUP))
         planes = (
             self.tensors[part][experts, place.outputs(rows), groups] for part in self.stored(name)
         )

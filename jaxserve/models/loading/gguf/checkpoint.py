@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.loading import mxfp4
@@ -145,9 +146,9 @@ class GgufCheckpoint:
         tensor = self._tensor(name)
         heads = self._interleaved_heads(tensor.name)
         unit = tensor.shape[0] // heads if heads else 1
-        stored = slice(rows.start // unit * unit, -(-rows.stop // unit) * unit)
+        stored = slice(rows.start // unit * unit, cdiv(rows.stop, unit) * unit)
         size, block_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
-        first, last = inputs.start // size, -(-inputs.stop // size)
+        first, last = inputs.start // size, cdiv(inputs.stop, size)
         raw = tensor.raw.reshape(tensor.shape[0], -1)[stored]
         raw = raw[:, first * block_bytes : last * block_bytes]
         if tensor.kind is Kind.MXFP4:
@@ -260,7 +261,7 @@ def _read_rows(tensor: GgufTensor, rows: slice) -> np.ndarray:
 
 def _read_interleaved(tensor: GgufTensor, index: Index, head_dim: int) -> np.ndarray:
     """Rows in Hugging Face's order."""
-    first, last = index[0].start // head_dim, -(-index[0].stop // head_dim)
+    first, last = index[0].start // head_dim, cdiv(index[0].stop, head_dim)
     rows = _read_rows(tensor, slice(first * head_dim, last * head_dim))
     halves = _halves_of_heads(rows, head_dim)
     offset = first * head_dim
@@ -271,7 +272,7 @@ def _read_side_by_side(keys: GgufTensor, values: GgufTensor, index: Index) -> np
     """Rows of each head's keys, then of its values, float32 [rows, rank]: those of the one matrix
     that the files of a latent's keys [heads, rank, dim] and values [heads, dim, rank] are from."""
     rows = keys.shape[2] + values.shape[1]
-    heads = slice(index[0].start // rows, -(-index[0].stop // rows))
+    heads = slice(index[0].start // rows, cdiv(index[0].stop, rows))
 
     def of_heads(tensor: GgufTensor) -> np.ndarray:
         return _read_rows(tensor, heads).astype(np.float32).reshape(-1, *tensor.shape[1:])

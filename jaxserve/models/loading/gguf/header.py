@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import UnsupportedModelError, WeightsError
 from jaxserve.core.model_files import check_regular
 
@@ -103,7 +104,7 @@ def read_gguf(path: Path) -> GgufFile:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise WeightsError(f"{path}: general.alignment is {alignment!r}; the file is corrupt.")
-    start = -(-cursor.at // alignment) * alignment
+    start = cdiv(cursor.at, alignment) * alignment
     tensors = {
         name: _map(path, data, name, shape, kind, start + offset)
         for name, shape, kind, offset in entries

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxserve.core.arithmetic import cdiv
+
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Of each of eight values, its place in a word."""
 
@@ -18,7 +20,7 @@ def per_word(bits: int) -> int:
 
 def words(window: slice, bits: int) -> slice:
     """The words that have the values of `window`."""
-    return slice(window.start // per_word(bits), -(-window.stop // per_word(bits)))
+    return slice(window.start // per_word(bits), cdiv(window.stop, per_word(bits)))
 
 
 def unpacked(

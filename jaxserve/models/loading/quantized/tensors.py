@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import WeightsError
 from jaxserve.models.loading.assemble import Index
 from jaxserve.models.loading.quantized.integers import per_word, unpacked, words
@@ -262,7 +263,7 @@ class QuantizedTensors:
 
     def _check_order(self, weight: _Weight, groups: np.ndarray) -> None:
         size = weight.scheme.group_size
-        count = 1 if size is None else -(-weight.shape[1] // size)
+        count = 1 if size is None else cdiv(weight.shape[1], size)
         if groups.size and not 0 <= groups.min() <= groups.max() < count:
             raise WeightsError(
                 f"{weight.order} has groups from {groups.min()} to {groups.max()}; there are "
@@ -347,7 +348,7 @@ class QuantizedTensors:
     def _check(self, weight: _Weight) -> None:
         """Raises WeightsError for tensors that do not fit the weight's shape."""
         scheme, layout, (outputs, inputs) = weight.scheme, weight.layout, weight.shape
-        groups = -(-inputs // (scheme.group_size or inputs))
+        groups = cdiv(inputs, scheme.group_size or inputs)
         scales = self.tensors[weight.scales]
         shape = list(scales.get_shape())
         whole = scheme.group_size is None and scheme.rows in (1, None)
@@ -355,7 +356,7 @@ class QuantizedTensors:
             fits = shape in ([], [1], [1, 1], [outputs], [outputs, 1])
             wanted = [outputs, 1]
         else:
-            wanted = [-(-outputs // (scheme.rows or outputs)), groups]
+            wanted = [cdiv(outputs, scheme.rows or outputs), groups]
             if layout.transposed:
                 wanted.reverse()
             fits = shape == wanted
@@ -378,7 +379,7 @@ class QuantizedTensors:
         if self._dtype(weight.zeros) == "I8":
             wanted = [outputs, groups]
         else:
-            wanted = [-(-outputs // per_word(weight.scheme.bits)), groups]
+            wanted = [cdiv(outputs, per_word(weight.scheme.bits)), groups]
             if weight.layout.transposed:
                 wanted.reverse()
         if shape != wanted:

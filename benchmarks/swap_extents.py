@@ -9,7 +9,7 @@ The trace is run twice. First every host copy is dropped once its page is back o
 that nothing can be reused; page by page, this run would take one copy for each page that it
 transferred.
 
-    python benchmarks/swap_runs.py
+    python benchmarks/swap_extents.py
 """
 
 from __future__ import annotations
