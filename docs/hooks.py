@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _command_line() -> str:
     """The help of every command, as it prints it."""
-    pages = ["# Command line", _block(_help())]
+    pages = ["# Subcommand line", _block(_help())]
     for name in _commands():
         pages += [f"## jaxserve {name}", _block(_help(*name.split()))]
     return "\n\n".join(pages) + "\n"
@@ -45,10 +45,10 @@ def _command_line() -> str:
 def _commands() -> list[str]:
     from typing import get_args
 
-    from jaxserve.cli import Command
+    from jaxserve.cli import Subcommand
     from jaxserve.cli.bench import Kind
 
-    names = [get_args(command)[1].name for command in get_args(Command)]
+    names = [get_args(command)[1].name for command in get_args(Subcommand)]
     kinds = [f"bench {get_args(kind)[1].name}" for kind in get_args(Kind)]
     at = names.index("bench") + 1
     return [*names[:at], *kinds, *names[at:]]

@@ -44,8 +44,8 @@ from jaxserve.runtime.startup.start import StartupProgress, no_progress
 from jaxserve.text import Tokenizer
 
 Messages = SequenceOf[Mapping[str, Any]]
-Params = SamplingParams | SequenceOf[SamplingParams] | None
-Adapters = LoRARequest | SequenceOf[LoRARequest | None] | None
+ParamsOrList = SamplingParams | SequenceOf[SamplingParams] | None
+LoRAOrList = LoRARequest | SequenceOf[LoRARequest | None] | None
 
 
 def _is_conversation(messages: Any) -> bool:
@@ -110,12 +110,12 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: Params = None,
+        sampling_params: ParamsOrList = None,
         use_tqdm: bool = True,
         priority: int | SequenceOf[int] | None = None,
         tenant: str | None = None,
         *,
-        lora_request: Adapters = None,
+        lora_request: LoRAOrList = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
@@ -139,12 +139,12 @@ class LLM:
     def chat(
         self,
         messages: Messages | SequenceOf[Messages],
-        sampling_params: Params = None,
+        sampling_params: ParamsOrList = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool | None = None,
         tenant: str | None = None,
         *,
-        lora_request: Adapters = None,
+        lora_request: LoRAOrList = None,
         priority: int | SequenceOf[int] | None = None,
         continue_final_message: bool = False,
         tools: SequenceOf[Mapping[str, Any]] | None = None,
@@ -192,7 +192,7 @@ class LLM:
         use_tqdm: bool = True,
         pooling_params: PoolingParams | SequenceOf[PoolingParams] | None = None,
         tenant: str | None = None,
-        lora_request: Adapters = None,
+        lora_request: LoRAOrList = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, in their order: the final hidden state of its last token, by
         default, scaled to length 1.
@@ -506,13 +506,13 @@ class LLM:
     def _run(
         self,
         inputs: list[Any],
-        params: Params | PoolingParams | SequenceOf[PoolingParams],
+        params: ParamsOrList | PoolingParams | SequenceOf[PoolingParams],
         use_tqdm: bool,
         priority: int | SequenceOf[int] | None,
         tenant: str | None,
         alone: bool,
         prompt_of: Callable[[Any], Prompt] = lambda prompt: prompt,
-        lora_request: Adapters = None,
+        lora_request: LoRAOrList = None,
     ) -> list[RequestOutput]:
         """Run the prompts that `prompt_of` makes of inputs; an invalid one raises if `alone`."""
         if params is None:

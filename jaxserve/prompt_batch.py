@@ -23,7 +23,7 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.scheduler.prefix_groups import planned_order
 
-Params = SamplingParams | PoolingParams
+RequestParams = SamplingParams | PoolingParams
 
 
 class PromptBatch:
@@ -41,7 +41,7 @@ class PromptBatch:
     def run(
         self,
         inputs: list[Any],
-        params: Params | SequenceOf[Params],
+        params: RequestParams | SequenceOf[RequestParams],
         priority: int | SequenceOf[int] | None,
         prompt_of: Callable[[Any], Prompt],
         alone: bool,
@@ -119,7 +119,7 @@ class PromptBatch:
         return ordered
 
     def _order(
-        self, prompts: dict[int, TokenizedPrompt], params: SequenceOf[Params], planned: bool
+        self, prompts: dict[int, TokenizedPrompt], params: SequenceOf[RequestParams], planned: bool
     ) -> Iterator[tuple[int, SharedPrefix | None]]:
         """The prompts in the order to add them, each with its shared prefix."""
         config = self._engine.plan.config

@@ -104,7 +104,7 @@ def spans() -> list[Line]:
 
 
 def command_names() -> set[str]:
-    return {get_args(command)[1].name for command in get_args(cli.Command)}
+    return {get_args(command)[1].name for command in get_args(cli.Subcommand)}
 
 
 def _all_help() -> str:

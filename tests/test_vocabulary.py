@@ -89,11 +89,22 @@ def test_the_prose_is_plain():
     assert lines_with(QUAINT) == []
 
 
+def _public_names(path):
+    """Classes and type aliases of a module."""
+    for node in ast.parse(path.read_text()).body:
+        if type(node) is ast.ClassDef:
+            yield node.name
+        elif type(node) is ast.Assign and type(node.targets[0]) is ast.Name:
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper():
+                yield name
+
+
 def test_public_classes_have_names_of_their_own():
-    """Bodies of HTTP are called as in OpenAPI, and commands as they are typed; these may be called
-    as what they are about."""
+    """Type aliases too. Bodies of HTTP are called as in OpenAPI, and commands as they are typed;
+    these may be called as what they are about."""
     modules = {
-        path: {node.name for node in ast.parse(path.read_text()).body if type(node) is ast.ClassDef}
+        path: set(_public_names(path))
         for path in FILES
         if path.suffix == ".py" and path.is_relative_to(ROOT / "jaxserve")
     }

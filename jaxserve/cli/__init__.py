@@ -54,7 +54,7 @@ See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the 
 
 _SHELLS = ("bash", "zsh")
 
-Command = (
+Subcommand = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Batch, tyro.conf.subcommand("batch")]
@@ -74,33 +74,33 @@ Command = (
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments:
-    command: OmitArgPrefixes[OmitSubcommandPrefixes[Command]]
+    command: OmitArgPrefixes[OmitSubcommandPrefixes[Subcommand]]
 
 
-def parse(args: Sequence[str]) -> Command:
+def parse(args: Sequence[str]) -> Subcommand:
     """Parse `args` into a command, with the options of its `--config` file. Raises SystemExit(2),
     after printing the reason, for invalid arguments, and JaxserveError for that file."""
-    args, printed = with_config_file(args, Command), io.StringIO()
+    args, printed = with_config_file(args, Subcommand), io.StringIO()
     try:
         with CONSTRUCTORS, contextlib.redirect_stderr(printed):
             parsed = tyro.cli(_Arguments, prog="jaxserve", description=_DESCRIPTION, args=args)
     except SystemExit as stop:
         why = stop.code and (
-            reason(stop, args, Command) or in_a_line(printed.getvalue(), args, Command)
+            reason(stop, args, Subcommand) or in_a_line(printed.getvalue(), args, Subcommand)
         )
         sys.stderr.write(f"error: {why}\n" if why else printed.getvalue())
         raise
     return parsed.command
 
 
-def _log_to_stderr(command: Command) -> None:
+def _log_to_stderr(command: Subcommand) -> None:
     """At the level that the command, or JAXSERVE_LOG_LEVEL, asks for."""
     command = getattr(command, "kind", command)
     default = "info" if isinstance(command, Serve) else "warning"
     configure_logging(getattr(command, "log_level", None) or level_from_environment() or default)
 
 
-def _raise_interrupts(command: Command) -> None:
+def _raise_interrupts(command: Subcommand) -> None:
     """From now on Ctrl-C is KeyboardInterrupt, if until now it ended the process (`__main__`)."""
     if not ends_on_interrupt():
         return
@@ -138,7 +138,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except JaxserveError as error:
-        print(f"error: {in_flags(str(error), Command)}", file=sys.stderr)
+        print(f"error: {in_flags(str(error), Subcommand)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -9,8 +9,8 @@ from jaxserve.cluster.policies.dispatch import Demand
 from jaxserve.core.commands import AddRequest
 from jaxserve.core.requests.outputs import Delta, FinishReason
 from jaxserve.engine.snapshot.requests import (
-    Entry,
     RequestSnapshot,
+    SavedLogprobs,
     SequenceSnapshot,
     scored_entry,
 )
@@ -22,7 +22,7 @@ class ReceivedSequence:
     def __init__(self, scored: bool) -> None:
         """`scored`: whether its tokens have logprobs."""
         self._token_ids: list[int] = []
-        self._logprobs: list[Entry] | None = [] if scored else None
+        self._logprobs: list[SavedLogprobs] | None = [] if scored else None
         self._num_chars = 0
         self._finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None

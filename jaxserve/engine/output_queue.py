@@ -15,7 +15,7 @@ from jaxserve.core.errors import EngineClosedError
 from jaxserve.core.requests.outputs import Delta, RequestOutput
 
 Update = list[Delta] | RequestOutput
-Message = tuple["OutputQueue", int, Update | BaseException]
+QueuedUpdate = tuple["OutputQueue", int, Update | BaseException]
 
 _MAX_DELTAS = 64
 """Unread deltas of one request before they are merged."""
@@ -76,7 +76,7 @@ class OutputDispatcher:
     """Collects the updates of a step and wakes each event loop once, not once per token."""
 
     def __init__(self) -> None:
-        self._messages: dict[asyncio.AbstractEventLoop, list[Message]] = {}
+        self._messages: dict[asyncio.AbstractEventLoop, list[QueuedUpdate]] = {}
 
     def put(self, queue: OutputQueue, number: int, update: Update | BaseException) -> None:
         self._messages.setdefault(queue.loop, []).append((queue, number, update))
@@ -109,7 +109,7 @@ def _merged(deltas: list[Delta]) -> Delta:
     )
 
 
-def _deliver(messages: list[Message]) -> None:
+def _deliver(messages: list[QueuedUpdate]) -> None:
     for queue, number, update in messages:
         queue.deliver(number, update)
 

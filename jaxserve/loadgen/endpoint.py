@@ -18,7 +18,7 @@ from jaxserve.loadgen.timed_response import TimedResponse
 with extra("loadgen"):
     import aiohttp
 
-Kind = Literal["completions", "chat"]
+EndpointKind = Literal["completions", "chat"]
 PromptFormat = Literal["auto", "text", "token_ids"]
 
 _USAGE = {"temperature": 0.0, "stream_options": {"include_usage": True}}
@@ -39,7 +39,7 @@ class LoadEndpoint:
     """
 
     base_url: str
-    kind: Kind
+    kind: EndpointKind
     model: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     limit_name: str = "max_tokens"
@@ -65,7 +65,7 @@ class LoadEndpoint:
 async def find_out(
     http: aiohttp.ClientSession,
     base_url: str,
-    kind: Kind,
+    kind: EndpointKind,
     model: str | None,
     prompt_format: PromptFormat,
 ) -> LoadEndpoint:

@@ -1,6 +1,6 @@
 """Exports the event log as a timeline file, for ui.perfetto.dev or chrome://tracing.
 
-Chrome's Trace Event Format: a JSON object with a list `traceEvents`, whose `ts` and `dur` are
+Chrome's Trace TraceEvent Format: a JSON object with a list `traceEvents`, whose `ts` and `dur` are
 microseconds, here from the first event on. Three processes are shown:
 
 * `engine`: the host phases of each step (schedule, pack, dispatch, wait) on one track, the device's
@@ -38,7 +38,7 @@ from jaxserve.core.events import (
 _ENGINE, _REQUESTS, _STARTUP = 1, 2, 3
 _HOST, _DEVICE = 1, 2
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def write_trace(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
@@ -48,7 +48,7 @@ def write_trace(path: str | os.PathLike[str], records: Iterable[Record]) -> None
         json.dump(document, file, separators=(",", ":"))
 
 
-def trace_events(records: Iterable[Record]) -> list[Event]:
+def trace_events(records: Iterable[Record]) -> list[TraceEvent]:
     """The events of the timeline: the names of the tracks, then all others in order of time.
 
     `records` may stop anywhere: open spans of sequences are then drawn up to the last record, and
@@ -78,8 +78,8 @@ class _Track:
 
 class _Timeline:
     def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._names: list[Event] = []
+        self._events: list[TraceEvent] = []
+        self._names: list[TraceEvent] = []
         self._tracks: dict[int, _Track] = {}
         self._running = 0
         self._in_flight: dict[int, tuple[Dispatched, list[_Chunk]]] = {}
@@ -99,7 +99,7 @@ class _Timeline:
             Phase: self._phase,
         }
 
-    def events(self, records: list[Record]) -> list[Event]:
+    def events(self, records: list[Record]) -> list[TraceEvent]:
         for pid, process in ((_ENGINE, "engine"), (_REQUESTS, "requests"), (_STARTUP, "startup")):
             self._name("process_name", pid, 0, process)
         self._name("thread_name", _ENGINE, _HOST, "host")

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxserve.core.errors import ModelError, UnsupportedModelError
 from jaxserve.core.model_files import shown
-from jaxserve.models.quantization_scheme import Matcher, QuantizationConfig, Scheme
+from jaxserve.models.quantization_scheme import ModuleFilter, QuantizationConfig, Scheme
 
 FIELD = "quantization_config"
 _LARGEST_SIZE = 1 << 20
@@ -292,7 +292,7 @@ def _not_the_head(module: str) -> bool:
     return module.rpartition(".")[2] != "lm_head"
 
 
-def _parts_of_names(names: Collection[str]) -> Matcher:
+def _parts_of_names(names: Collection[str]) -> ModuleFilter:
     """Matches modules whose names have all parts of one of `names` in a row: "layers.1" is meant by
     neither "layers.10" nor "my_layers.1"."""
     parts = [f".{name.removesuffix('.weight').strip('.')}." for name in names]
@@ -302,7 +302,7 @@ def _parts_of_names(names: Collection[str]) -> Matcher:
 _MAX_CHOICES, _MAX_CHARS = 4, 500
 
 
-def _names_or_patterns(names: Collection[str]) -> Matcher:
+def _names_or_patterns(names: Collection[str]) -> ModuleFilter:
     """Matches modules by compressed-tensors' rules: `names` are of modules, of their class, which
     is Linear for all that are asked about, or "re:" and a pattern for the beginning of a name."""
     patterns = [_pattern(name.removeprefix("re:")) for name in names if name.startswith("re:")]

@@ -14,7 +14,7 @@ from pallas_kernels.quantized_matmul import FP8, Format
 Storage = Literal["fp8", "int8", "packed", "awq", "gptq"]
 """Which tensors a weight is stored in (loading/quantized/tensors.py)."""
 
-Matcher = Callable[[str], bool]
+ModuleFilter = Callable[[str], bool]
 """Whether the name of a module is meant."""
 
 _INT4_BLOCK = 32
@@ -83,8 +83,8 @@ class QuantizationConfig:
     """
 
     method: str
-    schemes: tuple[tuple[Matcher, Scheme], ...]
-    ignored: Matcher
+    schemes: tuple[tuple[ModuleFilter, Scheme], ...]
+    ignored: ModuleFilter
 
     def scheme(self, module: str) -> Scheme | None:
         """How the weight of a linear layer is stored, by the name of its module; None if it is not

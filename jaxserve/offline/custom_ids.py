@@ -8,13 +8,13 @@ from array import array
 import numpy as np
 
 from jaxserve.core.errors import RequestError
-from jaxserve.offline.lines import Lines, Record
+from jaxserve.offline.lines import LineFields, Lines
 from jaxserve.protocol.errors import FieldError
 
 MAX_CUSTOM_ID_CHARS = 512
 
 
-def custom_id_of(record: Record, number: int) -> str:
+def custom_id_of(record: LineFields, number: int) -> str:
     """A line's `custom_id`, or else an id derived from its number. Raises RequestError."""
     custom_id = record.get("custom_id")
     if custom_id is None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from jaxserve.core.errors import RequestError
-from jaxserve.offline.windows import Prompt
+from jaxserve.offline.windows import BatchPrompt
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -20,11 +20,11 @@ small, since every line of a job may have its own large grammar."""
 
 
 def with_grammars(
-    engine: Engine, prompts: Iterable[Prompt]
-) -> Iterator[tuple[Prompt, Future[Grammar] | None]]:
+    engine: Engine, prompts: Iterable[BatchPrompt]
+) -> Iterator[tuple[BatchPrompt, Future[Grammar] | None]]:
     """Prompts in order, each with a future of its grammar, if it has one. The future raises what
     `Engine.preparation` raises."""
-    ahead: collections.deque[tuple[Prompt, Future[Grammar] | None]] = collections.deque()
+    ahead: collections.deque[tuple[BatchPrompt, Future[Grammar] | None]] = collections.deque()
     for prompt in prompts:
         ahead.append((prompt, _begin(engine, prompt)))
         if len(ahead) > AHEAD:
@@ -32,7 +32,7 @@ def with_grammars(
     yield from ahead
 
 
-def _begin(engine: Engine, prompt: Prompt) -> Future[Grammar] | None:
+def _begin(engine: Engine, prompt: BatchPrompt) -> Future[Grammar] | None:
     try:
         return engine.preparation(prompt.params)
     except RequestError as error:

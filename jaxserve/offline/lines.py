@@ -20,7 +20,7 @@ MAX_LINE_BYTES = 8 << 20
 
 _READ_BYTES = 1 << 20
 
-Record = Mapping[str, Any]
+LineFields = Mapping[str, Any]
 
 
 class Lines(Protocol):
@@ -33,7 +33,7 @@ class Lines(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Record:
+    def __getitem__(self, index: int) -> LineFields:
         """Raises RequestError for a line that is not a JSON object, or is too long."""
 
     def number(self, index: int) -> int:
@@ -90,7 +90,7 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, index: int) -> Record:
+    def __getitem__(self, index: int) -> LineFields:
         start, end = self._starts[index], self._ends[index]
         _check_size(end - start)
         return _record(os.pread(self._file.fileno(), end - start, start))
@@ -117,7 +117,7 @@ class ParquetRows:
     def __len__(self) -> int:
         return self._file.metadata.num_rows
 
-    def __getitem__(self, index: int) -> Record:
+    def __getitem__(self, index: int) -> LineFields:
         group = bisect_right(self._ends, index)
         if group != self._group:
             self._rows, self._group = self._file.read_row_group(group), group
@@ -144,7 +144,7 @@ class ArrayRecords:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> Record:
+    def __getitem__(self, index: int) -> LineFields:
         return _record(self._source[index])
 
     def number(self, index: int) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxserve.core.errors import ConfigError
 
-Tier = Literal["device", "host", "disk"]
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+OffloadTier = Literal["device", "host", "disk"]
+TIERS: tuple[OffloadTier, ...] = ("device", "host", "disk")
 KINDS = ("weights", "kv", "activations")
 
 
@@ -71,7 +71,7 @@ class MemoryCapacity(NamedTuple):
     disk: float
 
 
-Shares = Mapping[tuple[str, Tier], float]
+Shares = Mapping[tuple[str, OffloadTier], float]
 """Of each kind, the share on each tier; those of a kind add up to 1."""
 
 
@@ -120,7 +120,7 @@ class Problem:
         return all(own <= most * (1 + slack) for own, most in zip(held, self.capacity))
 
     def solve(
-        self, rows: int, steps: int, never: Iterable[tuple[str, Tier]] = ()
+        self, rows: int, steps: int, never: Iterable[tuple[str, OffloadTier]] = ()
     ) -> OffloadPolicy | None:
         """The shares with the least time, none of those in `never`; None if nothing fits."""
         from scipy.optimize import linprog  # SciPy takes a quarter of a second.
@@ -175,7 +175,7 @@ class Problem:
         self,
         rows: Iterable[int],
         steps: Iterable[int],
-        never: Iterable[tuple[str, Tier]] = (),
+        never: Iterable[tuple[str, OffloadTier]] = (),
     ) -> OffloadPolicy:
         """The fastest policy; of equal ones, that with the fewest sequences at once. Raises
         ConfigError when none fits."""

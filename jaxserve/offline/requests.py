@@ -11,7 +11,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.offline.custom_ids import custom_id_of, seed_of
 from jaxserve.offline.journal import Result
-from jaxserve.offline.lines import Record
+from jaxserve.offline.lines import LineFields
 from jaxserve.protocol.endpoints import ENDPOINTS, ParsedGeneration
 from jaxserve.protocol.errors import (
     ErrorCode,
@@ -66,7 +66,7 @@ class BatchRequest:
         return Result.of(self.number, custom_id=self.custom_id, response=response, error=None)
 
 
-def parse(record: Record, number: int, model: Model, seed: int) -> BatchRequest:
+def parse(record: LineFields, number: int, model: Model, seed: int) -> BatchRequest:
     """Parse a line: a body in OpenAI's batch format, or just a body with `prompt` or `messages`. A
     line without a seed is seeded from its custom_id and the job's `seed`.
 
@@ -113,7 +113,7 @@ def _without_metrics(outputs: list[RequestOutput]) -> list[RequestOutput]:
     ]
 
 
-def _url_and_body(record: Record) -> tuple[Any, Any]:
+def _url_and_body(record: LineFields) -> tuple[Any, Any]:
     if "url" in record or "body" in record:
         if unknown := sorted(set(record) - _ENVELOPE):
             raise FieldError(

@@ -21,7 +21,7 @@ from jaxserve.offline.journal import Result
 from jaxserve.offline.requests import BatchRequest, refused
 from jaxserve.offline.timeline import Timeline
 from jaxserve.offline.totals import JobTotals
-from jaxserve.offline.windows import Prompt, Window, windows
+from jaxserve.offline.windows import BatchPrompt, Window, windows
 from jaxserve.offline.workers import EngineWorker, PromptProgress, ReplicasWorker, Worker
 from jaxserve.protocol.errors import renamed
 from jaxserve.protocol.model import Model
@@ -58,7 +58,7 @@ class BatchRun:
         self.replicas: tuple[ReplicaStatus, ...] = ()
         self._lines: dict[int, _Line] = {}
         self._running: dict[str, tuple[_Line, int]] = {}  # and the place of the prompt in it
-        self._next: tuple[Prompt, Future[Grammar] | None] | None = None
+        self._next: tuple[BatchPrompt, Future[Grammar] | None] | None = None
 
     @property
     def totals(self) -> JobTotals:
@@ -113,13 +113,13 @@ class BatchRun:
                 worker.abort(request_id)
         self.complete = self.job.end()
 
-    def _prompts(self, read: Iterator[Window]) -> Iterator[Prompt]:
+    def _prompts(self, read: Iterator[Window]) -> Iterator[BatchPrompt]:
         for window in read:
             self._write(window.refused)
             yield from window.prompts
 
     def _feed(
-        self, worker: Worker, prompts: Iterator[tuple[Prompt, Future[Grammar] | None]]
+        self, worker: Worker, prompts: Iterator[tuple[BatchPrompt, Future[Grammar] | None]]
     ) -> bool:
         """Add prompts until as many sequences wait as can run at once, or until the next prompt's
         grammar is still compiling while others run. False once all are added."""
@@ -134,7 +134,7 @@ class BatchRun:
             self._add(worker, prompt, grammar)
         return True
 
-    def _add(self, worker: Worker, prompt: Prompt, grammar: Future[Grammar] | None) -> None:
+    def _add(self, worker: Worker, prompt: BatchPrompt, grammar: Future[Grammar] | None) -> None:
         request = prompt.request
         line = self._lines.setdefault(request.number, _Line(request, len(request.prompts)))
         line.to_come -= 1

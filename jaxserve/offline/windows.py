@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class BatchPrompt:
     """One of the prompts of a request."""
 
     request: BatchRequest
@@ -48,7 +48,7 @@ class Window:
     """Results of invalid lines, and the prompts of the others in execution order."""
 
     refused: list[Result]
-    prompts: list[Prompt]
+    prompts: list[BatchPrompt]
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def _read(job: BatchJob, model: Model, page_size: int, window: range) -> Window:
         [_decode_tokens(request, place, model) for request, place in prompts],
         page_size,
     )
-    return Window(refusals, [Prompt(*prompts[index], shared) for index, shared in order])
+    return Window(refusals, [BatchPrompt(*prompts[index], shared) for index, shared in order])
 
 
 def _request(job: BatchJob, model: Model, index: int) -> BatchRequest | Result:

@@ -16,7 +16,7 @@ from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.engine.client import ClusterClient
 from jaxserve.engine.output_queue import left_output
 from jaxserve.offline.grammars_ahead import with_grammars
-from jaxserve.offline.windows import Prompt
+from jaxserve.offline.windows import BatchPrompt
 from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ class Worker(Protocol):
         """Whether another prompt should be added, so that one always waits."""
 
     def prepared(
-        self, prompts: Iterable[Prompt]
-    ) -> Iterator[tuple[Prompt, Future[Grammar] | None]]:
+        self, prompts: Iterable[BatchPrompt]
+    ) -> Iterator[tuple[BatchPrompt, Future[Grammar] | None]]:
         """Prompts in order, some ahead of those that are added, each with what `add` waits for."""
 
-    def add(self, request_id: str, prompt: Prompt, grammar: Future[Grammar] | None) -> None:
+    def add(self, request_id: str, prompt: BatchPrompt, grammar: Future[Grammar] | None) -> None:
         """Raises RequestError for a prompt that is refused."""
 
     def wait(self) -> None:
@@ -97,11 +97,11 @@ class EngineWorker:
         return self._engine.scheduler.num_waiting < self.info.config.max_num_seqs
 
     def prepared(
-        self, prompts: Iterable[Prompt]
-    ) -> Iterator[tuple[Prompt, Future[Grammar] | None]]:
+        self, prompts: Iterable[BatchPrompt]
+    ) -> Iterator[tuple[BatchPrompt, Future[Grammar] | None]]:
         return with_grammars(self._engine, prompts)
 
-    def add(self, request_id: str, prompt: Prompt, grammar: Future[Grammar] | None) -> None:
+    def add(self, request_id: str, prompt: BatchPrompt, grammar: Future[Grammar] | None) -> None:
         request = self._engine.add(
             request_id,
             prompt.tokenized,
@@ -182,10 +182,10 @@ class ReplicasWorker:
     def has_room(self) -> bool:
         return self._num_sequences < self._most and not self._num_suspects
 
-    def prepared(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, None]]:
+    def prepared(self, prompts: Iterable[BatchPrompt]) -> Iterator[tuple[BatchPrompt, None]]:
         return ((prompt, None) for prompt in prompts)  # Replicas compile grammars.
 
-    def add(self, request_id: str, prompt: Prompt, grammar: Future[Grammar] | None) -> None:
+    def add(self, request_id: str, prompt: BatchPrompt, grammar: Future[Grammar] | None) -> None:
         running = asyncio.run_coroutine_threadsafe(self._run(request_id, prompt), self._loop)
         self._running[request_id] = running, prompt.params.n
         self._num_sequences += prompt.params.n
@@ -253,7 +253,7 @@ class ReplicasWorker:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._stop.wait())
 
-    async def _run(self, request_id: str, prompt: Prompt) -> None:
+    async def _run(self, request_id: str, prompt: BatchPrompt) -> None:
         ended: RequestOutput | Exception
         try:
             ended = await self._output(request_id, prompt)
@@ -262,7 +262,7 @@ class ReplicasWorker:
         self._ended.append((request_id, ended))
         self._any_ended.set()
 
-    async def _output(self, request_id: str, prompt: Prompt) -> RequestOutput:
+    async def _output(self, request_id: str, prompt: BatchPrompt) -> RequestOutput:
         """Raises what the prompt fails with. Of prompts that were given up after several replicas
         were lost with all of them, one may be the reason: each is tried again, alone."""
         try:
@@ -279,7 +279,7 @@ class ReplicasWorker:
         finally:
             self._num_suspects -= 1
 
-    async def _answered(self, request_id: str, prompt: Prompt) -> RequestOutput:
+    async def _answered(self, request_id: str, prompt: BatchPrompt) -> RequestOutput:
         while True:
             try:
                 updates = await self._client.submit(

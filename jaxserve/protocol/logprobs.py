@@ -12,7 +12,7 @@ from jaxserve.text.detokenizer import Detokenizer
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""
 
-Entry = dict[int, Logprob]
+LogprobsByToken = dict[int, Logprob]
 
 
 class TextOffsets:
@@ -41,7 +41,7 @@ def token_names(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
 
 def completion_logprobs(
     token_ids: Sequence[int],
-    entries: Sequence[Entry | None],
+    entries: Sequence[LogprobsByToken | None],
     name: Callable[[int], str],
     offsets: Sequence[int],
 ) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def completion_logprobs(
 
 def chat_logprobs(
     token_ids: Sequence[int],
-    entries: Sequence[Entry],
+    entries: Sequence[LogprobsByToken],
     top: int | None,
     tokenizer: Tokenizer,
     name: Callable[[int], str],
@@ -89,7 +89,7 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[LogprobsByToken | None]) -> list[dict[str, Any] | None]:
     """vLLM's format: by token id, with ranks."""
     return [
         entry
@@ -105,7 +105,7 @@ def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, Any] | No
     ]
 
 
-def _by_name(entry: Entry, name: Callable[[int], str]) -> dict[str, float]:
+def _by_name(entry: LogprobsByToken, name: Callable[[int], str]) -> dict[str, float]:
     """Most likely first; of tokens with equal text, such as parts of characters, the likelier."""
     texts: dict[str, float] = {}
     for token_id, logprob in sorted(entry.items(), key=_most_likely_first):

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+from jaxserve.core.requests.outputs import FinishReason
+
+ChoiceFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class ErrorDetail(BaseModel):
@@ -71,7 +73,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChoiceFinishReason
     stop_reason: str | int | None
     prompt_logprobs: PromptLogprobs | None
     token_ids: list[int] | None
@@ -131,7 +133,7 @@ class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChoiceFinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None
     weights: list[WeightsRun] = []

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.statistics import HistogramValue
 
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+MetricFamily = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Exposition:
@@ -46,14 +46,14 @@ class _Metrics(Collector):
             for name, metric in metrics.items():
                 self._by_name.setdefault(name, {})[replica] = metric
 
-    def describe(self) -> Iterable[Family]:
+    def describe(self) -> Iterable[MetricFamily]:
         return ()  # Otherwise register() would call collect().
 
-    def collect(self) -> Iterable[Family]:
+    def collect(self) -> Iterable[MetricFamily]:
         for name, by_replica in self._by_name.items():
             yield self._family(name, by_replica)
 
-    def _family(self, name: str, by_replica: Mapping[str, Metric]) -> Family:
+    def _family(self, name: str, by_replica: Mapping[str, Metric]) -> MetricFamily:
         """One metric, of each replica that has it."""
         labels = ["model_name", *(["replica"] if any(by_replica) else [])]
         first = next(iter(by_replica.values()))

@@ -20,10 +20,10 @@ DEADLINE_S = 30.0
 LARGE_BYTES = 1 << 17
 """Size of a body that takes tenths of a second to tokenize."""
 
-Kind = Literal["small", "tools", "large"]
+PreparationKind = Literal["small", "tools", "large"]
 """Requests that take long to prepare have threads of their own: others do not wait for them."""
 
-NUM_THREADS: dict[Kind, int] = {"small": 4, "tools": 2, "large": 2}
+NUM_THREADS: dict[PreparationKind, int] = {"small": 4, "tools": 2, "large": 2}
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ async def prepared(
     )
 
 
-def kind_of(num_bytes: int, has_tools: bool) -> Kind:
+def kind_of(num_bytes: int, has_tools: bool) -> PreparationKind:
     """The kind of a request that has so many bytes to prepare."""
     if num_bytes > LARGE_BYTES:
         return "large"

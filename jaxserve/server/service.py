@@ -27,7 +27,12 @@ from jaxserve.protocol.errors import FieldError, OverloadedError, UnavailableErr
 from jaxserve.protocol.model import Model
 from jaxserve.protocol.response_models import State
 from jaxserve.server.exposition import Exposition
-from jaxserve.server.preparation import NUM_THREADS, Kind, PreparationPool, stopping_error
+from jaxserve.server.preparation import (
+    NUM_THREADS,
+    PreparationKind,
+    PreparationPool,
+    stopping_error,
+)
 from jaxserve.server.restored_requests import RestoredRequests
 
 _KV_USAGE, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
@@ -150,7 +155,7 @@ class Service:
         self._restored = RestoredRequests(engine, restored)
         self._engine = engine
 
-    async def prepare(self, work: Callable[[Model], T], kind: Kind) -> T:
+    async def prepare(self, work: Callable[[Model], T], kind: PreparationKind) -> T:
         """The result of `work`, such as parsing a request, in a thread for this kind of request.
 
         Raises UnavailableError, OverloadedError when more is being prepared than can run or wait,

@@ -17,9 +17,10 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.drafters import eagle
 from jaxserve.models.family import Family, Params, ParamSpec
 from jaxserve.models.loading.drafters.eagle import save_layer
+from jaxserve.models.loading.params import Progress
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import draft_states
-from jaxserve.training.loop import Frozen, Progress, fit, learning_rate
+from jaxserve.training.loop import Frozen, fit, learning_rate
 from jaxserve.training.targets import Target
 
 _OF_TOKENS = 0.1

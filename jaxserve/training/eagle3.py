@@ -23,10 +23,11 @@ from jaxserve.models.drafters import eagle3
 from jaxserve.models.drafters.eagle3 import Eagle3Config
 from jaxserve.models.family import Params
 from jaxserve.models.loading.drafters.eagle3 import save_layer
+from jaxserve.models.loading.params import Progress
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import draft_states
 from jaxserve.training.eagle import Layer, TrainedLayer, optimizer, random_params
-from jaxserve.training.loop import Frozen, Progress, fit
+from jaxserve.training.loop import Frozen, fit
 from jaxserve.training.targets import Target, windows
 
 _FURTHER = 0.8

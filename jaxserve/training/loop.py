@@ -20,13 +20,12 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.params import load_params
+from jaxserve.models.loading.params import Progress, load_params
 from jaxserve.models.registry import get_family, param_specs
 from jaxserve.training.config import TrainingConfig
 from jaxserve.training.dense import followed_states
 from jaxserve.training.targets import Target, TargetWindow, windows
 
-Progress = Callable[[int, int], None]
 _WARM_UP = 0.1
 """Share of the steps in which the learning rate rises."""
 _KEPT_BYTES = 4 << 30

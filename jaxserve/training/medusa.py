@@ -17,8 +17,9 @@ from jaxserve.models.drafters import medusa
 from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.family import Family, Params
 from jaxserve.models.loading.drafters.medusa import save_heads
+from jaxserve.models.loading.params import Progress
 from jaxserve.training.config import TrainingConfig
-from jaxserve.training.loop import Frozen, Progress, fit, learning_rate
+from jaxserve.training.loop import Frozen, fit, learning_rate
 from jaxserve.training.targets import Target
 
 _FURTHER = 0.8

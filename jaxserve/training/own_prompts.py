@@ -12,8 +12,9 @@ from pathlib import Path
 from jaxserve.core.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.params import Progress
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.training.targets import NUM_STREAMS, Progress
+from jaxserve.training.targets import NUM_STREAMS
 
 _MAX_TOKENS = 64
 _TRIES = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.llm import LLM
+from jaxserve.models.loading.params import Progress
 
-Prompt = str | list[dict[str, Any]]
-Progress = Callable[[int, int], None]
+PromptOrChat = str | list[dict[str, Any]]
 NUM_STREAMS = 32
 """Prompts that are answered at once, if there are as many."""
 _CHUNK = 4 * NUM_STREAMS
@@ -30,13 +30,13 @@ class Target:
     output: tuple[int, ...]
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path) -> list[PromptOrChat]:
     """The prompts in a JSONL file: each line is `{"prompt": text}` or `{"messages": [...]}`, as
     in a request of OpenAI's.
 
     Raises ConfigError, with the line's number, for any other line, and for a file without prompts.
     """
-    prompts: list[Prompt] = []
+    prompts: list[PromptOrChat] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +69,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def make_targets(
     model: str | Path | None,
-    prompts: list[Prompt],
+    prompts: list[PromptOrChat],
     path: Path,
     max_tokens: int,
     temperature: float | None,

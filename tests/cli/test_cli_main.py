@@ -16,7 +16,7 @@ import threading
 import pytest
 
 import jaxserve
-from jaxserve.cli import Command, main, parse
+from jaxserve.cli import Subcommand, main, parse
 from jaxserve.cli.arguments.chosen import chosen
 from jaxserve.cli.arguments.errors import in_flags
 from jaxserve.cli.plan import Plan
@@ -63,7 +63,7 @@ def test_help_explains_every_option_in_words_of_the_command_line(words, capsys, 
         if (found := re.match(r". (?:-\w \w+, )?(--\w[\w-]*)(.*)", line))
     ]
     assert all(is_told for _, is_told in options), options
-    names = {each.name for each in chosen(words, Command).settings.values()}
+    names = {each.name for each in chosen(words, Subcommand).settings.values()}
     assert {flag[2:].replace("-", "_") for flag, _ in options} <= names
     text = " ".join(" ".join(lines).replace("│", " ").split())
     assert options and not re.search(r"\(default: (?:None)?\)", text)

@@ -12,7 +12,7 @@ from jaxserve.cli.bench.accuracy import Accuracy
 from jaxserve.cli.bench.offline import Offline
 from jaxserve.cli.bench.serve import BenchServe
 
-Kind = (
+BenchCommand = (
     Annotated[Accuracy, tyro.conf.subcommand("accuracy")]
     | Annotated[Offline, tyro.conf.subcommand("offline")]
     | Annotated[BenchServe, tyro.conf.subcommand("serve")]
@@ -24,7 +24,7 @@ class Bench:
     """Benchmark an engine in this process (`offline`), what compressed KV does to its answers
     (`accuracy`), or any OpenAI endpoint (`serve`)."""
 
-    kind: OmitArgPrefixes[OmitSubcommandPrefixes[Kind]]
+    kind: OmitArgPrefixes[OmitSubcommandPrefixes[BenchCommand]]
 
     def run(self) -> int:
         return self.kind.run()

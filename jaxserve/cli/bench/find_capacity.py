@@ -29,7 +29,7 @@ _WARM_UP = 8
 _HALVINGS = 10
 """How often the rate is halved before the SLO counts as out of reach."""
 
-Serve = Callable[[Sequence[TraceRequest], int], Sequence[RequestResult]]
+ServeTrace = Callable[[Sequence[TraceRequest], int], Sequence[RequestResult]]
 """Sends a load, whose prompts are those of no other number, and waits for all answers. Returns
 fewer results than requests when it was stopped."""
 
@@ -183,7 +183,7 @@ class CapacityFinder:
 
     def __init__(
         self,
-        serve: Serve,
+        serve: ServeTrace,
         requests: Sequence[TraceRequest],
         own_rate: float,
         slo: Slo,

@@ -15,6 +15,6 @@ Preemption = Literal["auto", "swap", "recompute"]
 ProgramScope = Literal["step", "layer"]
 Quantization = Literal["awq", "gptq", "compressed-tensors", "gguf", "mxfp4", "int8", "fp8", "int4"]
 """In the order in which a model that does not fit is offered them."""
-Scheduler = Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"]
+SchedulerName = Literal["static", "orca", "vllm", "sarathi", "splitfuse", "medha"]
 SharedPrefixAttention = Literal["auto", "enabled", "disabled"]
 WeightsOn = Literal["device", "host", "disk"]

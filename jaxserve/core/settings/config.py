@@ -174,7 +174,7 @@ class EngineConfig:
     devices: tuple[int, ...] | None = field(default=None, metadata=_OF_NO_PROGRAM)
     memory_utilization: float = field(default=0.9, metadata=_OF_NO_PROGRAM)
     kv_cache_memory_bytes: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
-    scheduler: choices.Scheduler = field(default="sarathi", metadata=_OF_NO_PROGRAM)
+    scheduler: choices.SchedulerName = field(default="sarathi", metadata=_OF_NO_PROGRAM)
     target_step_us: int | None = field(default=None, metadata=_OF_NO_PROGRAM)
     priority_ageing_s: float | None = field(default=None, metadata=_OF_NO_PROGRAM)
     fair_share: bool = field(default=False, metadata=_OF_NO_PROGRAM)

@@ -41,7 +41,7 @@ class EngineSettings(TypedDict, total=False):
     devices: list[int] | tuple[int, ...] | None
     memory_utilization: float
     kv_cache_memory_bytes: int | None
-    scheduler: choices.Scheduler
+    scheduler: choices.SchedulerName
     target_step_us: int | None
     priority_ageing_s: float | None
     fair_share: bool

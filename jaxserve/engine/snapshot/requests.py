@@ -19,7 +19,7 @@ from jaxserve.kv.manager import KVManager
 from jaxserve.scheduler.admission import kv_limit
 from jaxserve.text import Tokenizer
 
-Entry = list[tuple[int, float, int | None]]
+SavedLogprobs = list[tuple[int, float, int | None]]
 """Token id, logprob and rank of the tokens listed for one position."""
 
 
@@ -29,7 +29,7 @@ class SequenceSnapshot:
     if it is as large as the one before; `admitted`: it has run before."""
 
     token_ids: list[int]
-    logprobs: list[Entry] | None
+    logprobs: list[SavedLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     kv_limit: int
@@ -49,7 +49,7 @@ class RequestSnapshot:
     prefix: tuple[int, int] | None
     waited_us: int
     sequence_outputs: list[SequenceSnapshot]
-    prompt_logprobs: list[Entry | None] | None
+    prompt_logprobs: list[SavedLogprobs | None] | None
     error: str | None
     embedding: list[float] | None = None
     adapter_digest: str | None = None
@@ -170,12 +170,12 @@ def _sequence_snapshot(sequence_output: SequenceOutput) -> SequenceSnapshot:
     )
 
 
-def scored_entry(entry: dict[int, Logprob]) -> Entry:
+def scored_entry(entry: dict[int, Logprob]) -> SavedLogprobs:
     """The tokens listed for one position, as plain data."""
     return [(token, scored.logprob, scored.rank) for token, scored in entry.items()]
 
 
-def _logprobs(tokenizer: Tokenizer, entry: Entry) -> dict[int, Logprob]:
+def _logprobs(tokenizer: Tokenizer, entry: SavedLogprobs) -> dict[int, Logprob]:
     return {
         token: Logprob(logprob, rank, tokenizer.token_text(token)) for token, logprob, rank in entry
     }

@@ -91,13 +91,13 @@ def _rope_fields(raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-Rotations = tuple[llama.Rotations, llama.Rotations]
+LocalAndGlobalRotations = tuple[llama.Rotations, llama.Rotations]
 """Those of full layers, and of layers with a window."""
 
 
 def embed(
     params: Params, config: ModelConfig, token_ids: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, Rotations]:
+) -> tuple[jax.Array, LocalAndGlobalRotations]:
     """Gemma 2's embeddings, and both rotations."""
     x, full = gemma2.embed(params, config, token_ids, positions)
     window_rope = config.window_rope or config.rope
@@ -109,7 +109,7 @@ def layer(
     config: ModelConfig,
     kind: LayerKind,
     x: jax.Array,
-    rotations: Rotations,
+    rotations: LocalAndGlobalRotations,
     attention: Attention,
 ) -> jax.Array:
     """Gemma 2's layer, rotated as its kind is."""

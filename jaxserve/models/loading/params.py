@@ -23,6 +23,7 @@ from jaxserve.models.quantization import has_groups_of
 from pallas_kernels.quantized_matmul import Format, QuantizedWeight, quantize
 
 Progress = Callable[[int, int], None]
+"""Called with how much is done, and of how much."""
 # Dequantising and copying release the interpreter lock; each worker holds one parameter at a time.
 _WORKERS = 4
 

@@ -12,7 +12,7 @@ from jaxserve.protocol.chat.reply import ParsedBlocks, call_id
 from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.parsing.tool_calls import Piece
 
-Event = dict[str, Any]
+MessagesEvent = dict[str, Any]
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -75,7 +75,7 @@ class MessagesChunks:
         self._arguments = ""
         self._reasons: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[MessagesEvent]:
         (prompt,) = self._parsed.prompts
         # What comes from the cache is not known yet.
         usage = {
@@ -86,7 +86,7 @@ class MessagesChunks:
         }
         yield {"type": "message_start", "message": self._message([], usage)}
 
-    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[Event]:
+    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[MessagesEvent]:
         """Events for new deltas; `number` is the index of the single prompt."""
         for delta in deltas:
             pieces = self._reader.push(delta.text)
@@ -98,13 +98,13 @@ class MessagesChunks:
                 yield from self._end()
                 self._stop(delta)
 
-    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[Event]:
+    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[MessagesEvent]:
         """The final events, once the output is complete."""
         usage = self._parsed.usage(outputs)
         yield {"type": "message_delta", "delta": self._reasons, "usage": usage}
         yield {"type": "message_stop"}
 
-    def failed(self, reply: ErrorReply) -> Iterator[Event]:
+    def failed(self, reply: ErrorReply) -> Iterator[MessagesEvent]:
         """The event of an error after the beginning."""
         yield error_body(reply)
 
@@ -135,7 +135,7 @@ class MessagesChunks:
             reason = "tool_use" if called else "end_turn"
         self._reasons["stop_reason"] = reason
 
-    def _gain(self, piece: Piece) -> Iterator[Event]:
+    def _gain(self, piece: Piece) -> Iterator[MessagesEvent]:
         match piece.kind:
             case "reasoning" if not self._parsed.chat.include_reasoning:
                 pass
@@ -164,17 +164,17 @@ class MessagesChunks:
     def _in(self, kind: str) -> bool:
         return self._is_open and self._blocks[-1]["type"] == kind
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, block: dict[str, Any]) -> Iterator[MessagesEvent]:
         yield from self._end()
         self._blocks.append(block)
         self._is_open = True
         index = len(self._blocks) - 1
         yield {"type": "content_block_start", "index": index, "content_block": dict(block)}
 
-    def _delta(self, **delta: str) -> Event:
+    def _delta(self, **delta: str) -> MessagesEvent:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
-    def _end(self) -> Iterator[Event]:
+    def _end(self) -> Iterator[MessagesEvent]:
         """End the open block, if there is one."""
         if not self._is_open:
             return

@@ -13,7 +13,7 @@ from jaxserve.protocol.errors import ErrorReply
 from jaxserve.protocol.parsing.tool_calls import Piece
 from jaxserve.protocol.responses_api.stored import EMPTY_CONVERSATION, Conversation, StoredResponse
 
-Event = dict[str, Any]
+ResponsesEvent = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +95,11 @@ class ResponsesChunks:
         """The response while nothing of its output is known: queued, in_progress, cancelled."""
         return self._response(status, None)
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[ResponsesEvent]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", None))
 
-    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[Event]:
+    def add(self, number: int, deltas: Sequence[Delta]) -> Iterator[ResponsesEvent]:
         """Events for new deltas; `number` is the index of the single prompt."""
         for delta in deltas:
             scores = self._parsed.chat.scores(delta)
@@ -111,7 +111,7 @@ class ResponsesChunks:
             for piece in pieces:
                 yield from self._gain(piece)
 
-    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[Event]:
+    def end(self, outputs: Sequence[RequestOutput]) -> Iterator[ResponsesEvent]:
         """The final events, once the output is complete."""
         cut_off = self._finish_reason != "stop"
         if not self._items:
@@ -124,7 +124,7 @@ class ResponsesChunks:
             self._parsed.store(response)  # Before the client knows that there is one.
         yield self._event(f"response.{status}", response=response)
 
-    def failed(self, reply: ErrorReply) -> Iterator[Event]:
+    def failed(self, reply: ErrorReply) -> Iterator[ResponsesEvent]:
         """The event of an error after the beginning."""
         yield self._event("response.failed", response=self.failure(reply))
 
@@ -133,7 +133,7 @@ class ResponsesChunks:
         error = {"code": "server_error", "message": reply.message}
         return self._response("failed", None) | {"error": error}
 
-    def _gain(self, piece: Piece) -> Iterator[Event]:
+    def _gain(self, piece: Piece) -> Iterator[ResponsesEvent]:
         match piece.kind:
             case "reasoning" if not self._parsed.chat.include_reasoning:
                 pass
@@ -172,12 +172,12 @@ class ResponsesChunks:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _grow(self, kind: str, text: str, **more: Any) -> Event:
+    def _grow(self, kind: str, text: str, **more: Any) -> ResponsesEvent:
         """Add text to the open part."""
         self._part["text"] += text
         return self._event(kind, **self._place, content_index=0, delta=text, **more)
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, item: dict[str, Any]) -> Iterator[ResponsesEvent]:
         self._items.append(item)
         self._is_open = True
         shown = item | ({"content": []} if "content" in item else {})
@@ -187,7 +187,7 @@ class ResponsesChunks:
             kind = "response.content_part.added"
             yield self._event(kind, **self._place, content_index=0, part=dict(self._part))
 
-    def _end(self, status: str) -> Iterator[Event]:
+    def _end(self, status: str) -> Iterator[ResponsesEvent]:
         """End the open item, if there is one."""
         if not self._is_open:
             return
@@ -224,7 +224,7 @@ class ResponsesChunks:
         name = f"{prefix}_{self._request_id}_{len(self._items)}"
         return {"id": name, "type": kind, "status": "in_progress"}
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponsesEvent:
         event = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -11,15 +11,13 @@ from jaxserve.core.version import __version__
 from jaxserve.models.family import AnySpec, Params, Rearranged, Stacked
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
-from jaxserve.models.loading.params import load_params, params_bytes
+from jaxserve.models.loading.params import Progress, load_params, params_bytes
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.weights.layer_layout import LayerLayout
 from jaxserve.runtime.weights.placement import WINDOW
 from jaxserve.runtime.weights.source import ResidentWeights, WeightSource
 from jaxserve.runtime.weights.stores import HostLayerStore, LayerFile
 from jaxserve.runtime.weights.streamed import StreamedWeights
-
-Progress = Callable[[int, int], None]
 
 
 def load_weights(checkpoint: Checkpoint, shapes: ProgramShapes, progress: Progress) -> WeightSource:
