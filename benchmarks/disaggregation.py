@@ -19,8 +19,8 @@ from table import print_table
 from jaxserve.cli.planning.disaggregation import Split
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.simulator.deployments.capacity import Load
+from jaxserve.simulator.deployments.phases import goodput_by_role
 from jaxserve.simulator.deployments.slo import Slo
-from jaxserve.simulator.phases import goodput_by_role
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.simulation import Arrival
 

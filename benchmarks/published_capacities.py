@@ -37,10 +37,15 @@ from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.simulator.deployments.capacity import Load, rate_at
+from jaxserve.simulator.deployments.phases import (
+    decode_only,
+    goodput,
+    goodput_by_role,
+    prefill_only,
+)
 from jaxserve.simulator.deployments.placement import EngineGoodput, best_placement
 from jaxserve.simulator.deployments.search import Candidate, EngineUnderLoad, Processes, outcomes
 from jaxserve.simulator.deployments.slo import Slo
-from jaxserve.simulator.phases import decode_only, goodput, goodput_by_role, prefill_only
 from jaxserve.simulator.simulation import Arrival
 
 LLAMA = {

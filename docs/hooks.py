@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _command_line() -> str:
     """The help of every command, as it prints it."""
-    pages = ["# Subcommand line", _block(_help())]
+    pages = ["# Command line", _block(_help())]
     for name in _commands():
         pages += [f"## jaxserve {name}", _block(_help(*name.split()))]
     return "\n\n".join(pages) + "\n"

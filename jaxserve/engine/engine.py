@@ -28,7 +28,7 @@ from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication.core import ReplicatedCore
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess
-from jaxserve.engine.snapshot.facts import SnapshotFacts
+from jaxserve.engine.snapshot.compatibility import SnapshotFacts
 from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.multi_host import OneHost
 from jaxserve.engine.snapshot.restorer import Restorer

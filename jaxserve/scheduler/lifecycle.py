@@ -141,6 +141,13 @@ class SequenceLifecycle:
             insort(self.running, seq, key=by_order)
         return True
 
+    def set_arrival(self, seq_id: int, arrival_us: int) -> None:
+        """Changes when a sequence arrived, and so its position, if it is unfinished."""
+        seq = self._unfinished.get(seq_id)
+        if seq is not None:
+            seq.arrival_us = arrival_us
+            self.set_priority(seq_id, seq.priority)
+
     def _begin_step(self) -> None:
         """Releases the sequences whose last token is sampled, and makes those runnable whose pages
         have arrived."""
@@ -236,14 +243,19 @@ class SequenceLifecycle:
             seq.num_in_flight += 1
             seq.num_drafts_in_flight += num_drafts
             seq.ready_at = self._num_steps + self.config.num_stages
-            if end == seq.kv_limit:
-                self._drain(seq)
+            self._drain_at_limit(seq)
         return chunk
 
-    def _drain(self, seq: Sequence) -> None:
+    def _count_accepted(self, seq: Sequence) -> None:
+        """Counts a draft of a running sequence as computed, once it was accepted."""
+        seq.num_computed = min(seq.num_computed + 1, seq.kv_limit)
+        self._drain_at_limit(seq)
+
+    def _drain_at_limit(self, seq: Sequence) -> None:
         """Marks a sequence whose last token is sampled; its memory is freed after this step."""
-        seq.transition(SequenceState.DRAINING)
-        self._draining.append(seq)
+        if seq.num_computed == seq.kv_limit and seq.state is SequenceState.RUNNING:
+            seq.transition(SequenceState.DRAINING)
+            self._draining.append(seq)
 
     def _release(self, seq: Sequence, *, pin: bool = False, keep: bool = True) -> None:
         """Removes a sequence from the running ones and releases its pages and slot."""

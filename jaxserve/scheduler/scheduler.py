@@ -166,9 +166,7 @@ class Scheduler(SequenceLifecycle):
         if place:
             self.waiting.charge(seq, 0, 1)
         if place and seq.slot is not None:
-            seq.num_computed = min(seq.num_computed + 1, seq.kv_limit)
-            if seq.num_computed == seq.kv_limit and seq.state is SequenceState.RUNNING:
-                self._drain(seq)
+            self._count_accepted(seq)
         if seq.slot is not None and token_id >= 0:  # Negative if none could be sampled.
             table = self.tables[seq.seq_id]
             page_end = (len(table.nodes) + 1) * self.pool.page_size

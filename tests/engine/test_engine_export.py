@@ -19,9 +19,9 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.requests.structured_outputs import StructuredOutputs
 from jaxserve.engine.snapshot import kv as snapshot_kv
 from jaxserve.engine.snapshot.migration import Migration
-from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.saved_kv import SavedKV
+from jaxserve.engine.snapshot.stream import PartReader
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
@@ -405,7 +405,7 @@ def test_any_part_damaged_or_lost(llama, alone, kv_llm_for, place, byte, lost):
 
 def changed(parts, **facts):
     """The parts with other facts in the header."""
-    from jaxserve.engine.snapshot.parts import PartReader, _part
+    from jaxserve.engine.snapshot.stream import PartReader, _part
 
     header = {"version": 1, "facts": PartReader(parts).facts}
     header["facts"] |= {name: value for name, value in facts.items() if name != "version"}

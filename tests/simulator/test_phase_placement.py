@@ -12,16 +12,16 @@ from test_search import RATE, SLO, deployment, load, times
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.simulator.deployments.placement import EngineGoodput, best_placement
-from jaxserve.simulator.deployments.search import EngineUnderLoad
-from jaxserve.simulator.deployments.slo import Slo
-from jaxserve.simulator.phases import (
+from jaxserve.simulator.deployments.phases import (
     DecodeTimes,
     SplitEngines,
     decode_only,
     goodput_by_role,
     prefill_only,
 )
+from jaxserve.simulator.deployments.placement import EngineGoodput, best_placement
+from jaxserve.simulator.deployments.search import EngineUnderLoad
+from jaxserve.simulator.deployments.slo import Slo
 
 DISTSERVE = EngineGoodput(prefill=5.6, decode=10.0, both=1.6)
 """OPT-13B on one A100, prompts of 512 and outputs of 64 tokens (Zhong et al. 2024, figure 1)."""

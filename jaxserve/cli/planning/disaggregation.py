@@ -17,9 +17,9 @@ from jaxserve.core.devices import device_of_kind
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.simulator.deployments import capacity
+from jaxserve.simulator.deployments.phases import goodput_by_role
 from jaxserve.simulator.deployments.placement import EngineGoodput, best_placement
 from jaxserve.simulator.deployments.slo import Slo
-from jaxserve.simulator.phases import goodput_by_role
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 """Lengths of the load without a trace."""

@@ -17,9 +17,9 @@ from jaxserve.distributed.launch.serving import ServedDeployment
 from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.simulator.deployments import capacity
 from jaxserve.simulator.deployments.deployment import Deployment
+from jaxserve.simulator.deployments.phases import SplitEngines
 from jaxserve.simulator.deployments.search import Candidate, EngineUnderLoad
 from jaxserve.simulator.deployments.slo import Slo
-from jaxserve.simulator.phases import SplitEngines
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,8 +174,7 @@ class ReplicatedCore:
         request = self._core.requests.get(added.request_id)
         if request is not None:
             for output in request.sequence_outputs:
-                output.seq.arrival_us = added.arrival_us
-                self._core.scheduler.set_priority(output.seq.seq_id, output.seq.priority)
+                self._core.scheduler.set_arrival(output.seq.seq_id, added.arrival_us)
 
     def dispatched(self, plan: StepPlan) -> None:
         """Adds the plan to the digest."""

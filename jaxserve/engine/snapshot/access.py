@@ -9,14 +9,14 @@ from jaxserve.core.errors import SnapshotError
 from jaxserve.core.sequence import Sequence, SharedPrefix
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.request import Request
-from jaxserve.engine.snapshot.facts import SnapshotFacts
+from jaxserve.engine.snapshot.compatibility import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader
 from jaxserve.engine.snapshot.kv import Prefix, kv_entries, prefixes_of
 from jaxserve.engine.snapshot.multi_host import OneHost
-from jaxserve.engine.snapshot.parts import PartReader
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.saved_kv import SavedKV
+from jaxserve.engine.snapshot.stream import PartReader
 
 if TYPE_CHECKING:
     from jaxserve.engine.replication.core import ReplicatedCore

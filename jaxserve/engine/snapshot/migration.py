@@ -22,10 +22,10 @@ from jaxserve.engine.input_processor import prefix_salt
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess, states_of
 from jaxserve.engine.snapshot.kv import Prefix, TakenPages, kv_entries
-from jaxserve.engine.snapshot.parts import PartReader, encode_parts
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Tables, cached_table
 from jaxserve.engine.snapshot.saved_kv import SavedKV
+from jaxserve.engine.snapshot.stream import PartReader, encode_parts
 from jaxserve.kv.offload.stores import PageCorruptError
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable

@@ -26,7 +26,7 @@ from jaxserve.protocol.tools import ChosenTool, Tool, check_tools, forced_schema
 from jaxserve.text.chat import knows_tools
 from jaxserve.text.thinking import begun_thinking
 
-ToolChoiceField = Literal["none", "auto", "required"] | ChosenTool
+ChatToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -39,7 +39,7 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: StrictBool | None = None
     top_logprobs: Integer | None = None
     tools: ListOf[Tool] | None = None
-    tool_choice: ToolChoiceField | None = None
+    tool_choice: ChatToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     add_generation_prompt: StrictBool | None = Field(
         None, description="Whether to end the prompt with the start of the assistant's turn."
