@@ -47,8 +47,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(16, 129, args.requests)
     prompts = [rng.integers(1000, 49000, length).tolist() for length in lengths]
-    wish = {"temperature": 0, "max_tokens": args.tokens, "ignore_eos": True}
-    bodies = [{"prompt": prompt, **wish} for prompt in prompts]
+    params = {"temperature": 0, "max_tokens": args.tokens, "ignore_eos": True}
+    bodies = [{"prompt": prompt, **params} for prompt in prompts]
     options = [f"--max-model-len={CONTEXT}", f"--max-num-batched-tokens={BUDGET}"]
     options.append("--no-enable-prefix-caching")
     sizes = {

@@ -34,8 +34,8 @@ def main() -> None:
     lengths = rng.integers(16, 257, args.requests)
     prompts = [rng.integers(1000, 49000, length).tolist() for length in lengths]
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
-    wish = {"temperature": 0, "max_tokens": args.tokens, "ignore_eos": True}
-    bodies = [{"prompt": prompt, **wish} for prompt in prompts]
+    params = {"temperature": 0, "max_tokens": args.tokens, "ignore_eos": True}
+    bodies = [{"prompt": prompt, **params} for prompt in prompts]
     streams = [body | {"stream": True} for body in bodies]
     settings = {"max_num_seqs": SEQS, "max_model_len": CONTEXT, "max_num_batched_tokens": BUDGET}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]

@@ -53,6 +53,8 @@ REPLACED = {
     "disaggregated prefill and decode": "[Pp]refills?[- ]and[- ]decodes?[- ]apart",
     "autoscaling, prefix cache": "come-and-go|[Ss]tore[- ]of[- ]prefixes",
     "most likely": "[Ll]ikeliest",
+    "options, invariants, transfer": r"\b([Ww]ish(es)?|forsake|[Tt]icket|dealt)\b",
+    "extents": r"\bpage_runs\b|\bswap_runs\b",
 }
 """Our name for a thing, and the pattern of the names that it had."""
 

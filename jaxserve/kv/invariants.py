@@ -89,7 +89,7 @@ def _check_device(manager: KVManager, nodes: list[Node]) -> None:
             f"a node is {node.state.name} and has the device page {node.device}",
         )
     cached = {node for node in nodes if node.state is NodeState.CACHED}
-    evictable = manager._states.evictable()
+    evictable = manager.node_states.evictable()
     _require(
         len(cached) == len(evictable) == pool.num_cached and cached == set(evictable),
         f"{pool.num_cached} pages are cached, {len(cached)} of them have a node, and "

@@ -75,14 +75,14 @@ class KVManager:
         self.counters = KVCounters()
         self.page_bytes = page_bytes
         self.prefix_caching = prefix_caching
-        self._states = NodeStates(pool, self.tree, tiers or {}, prefix_caching)
-        self._inserter = PrefixInserter(self.tree, self._states)
+        self.node_states = NodeStates(pool, self.tree, tiers or {}, prefix_caching)
+        self._inserter = PrefixInserter(self.tree, self.node_states)
         self._offload = OffloadManager(
-            self._states, transfer_worker, page_bytes, pool.page_size, self.rates
+            self.node_states, transfer_worker, page_bytes, pool.page_size, self.rates
         )
         self._preemption = preemption
         self._allocator = PageAllocator(
-            pool, self.layout, self._states, self._offload, host_pages, self.counters
+            pool, self.layout, self.node_states, self._offload, host_pages, self.counters
         )
         common = self.tree, pool, self.rates, page_bytes, preemption
         self._matcher = (
@@ -92,7 +92,7 @@ class KVManager:
     @property
     def tiers(self) -> dict[Tier, TierUsage]:
         """The tiers below the device, from the top down, and how full they are."""
-        pools = self._states.tier_pools.items()
+        pools = self.node_states.tier_pools.items()
         return {tier: TierUsage(pool.num_used, pool.num_pages) for tier, pool in pools}
 
     @property
@@ -208,7 +208,7 @@ class KVManager:
     def cached(self) -> Iterator[list[Node]]:
         """Cached prefixes on the device that no sequence uses, each as its list of nodes; most
         recently used first."""
-        for last in reversed(self._states.evictable()):
+        for last in reversed(self.node_states.evictable()):
             if any(node.device is not None for node in last.children):
                 continue  # Part of a longer cached prefix.
             path, node = [], last
@@ -249,7 +249,7 @@ class KVManager:
             # Release tails first, so that the head of a prefix is evicted last.
             for index in reversed(range(own.num_released, len(own.pages))):
                 node = own.nodes[index] if index < len(own.nodes) else None
-                self._states.release(own.pages[index], node, keep=keep)
+                self.node_states.release(own.pages[index], node, keep=keep)
             own.clear()
         if table.host_pages:
             self.host_pages.free(table.host_pages)
@@ -266,7 +266,7 @@ class KVManager:
     def prefers_swap(self, table: PageTable, num_tokens: int) -> bool:
         """Whether to swap a sequence that is being preempted to a lower tier, rather than
         recompute its first `num_tokens` tokens."""
-        below = next(iter(self._states.tier_pools), None)
+        below = next(iter(self.node_states.tier_pools), None)
         swap = below is not None and self._preemption != "recompute"
         # An ongoing fetch was already judged cheaper than recomputing.
         if swap and self._preemption == "auto" and not self.is_fetching(table):
@@ -285,15 +285,15 @@ class KVManager:
         """Pins nodes: their pages on the devices are evicted when no unpinned page is left there,
         and their only copy on a lower tier never is."""
         for node in nodes:
-            self._states.pin(node)
+            self.node_states.pin(node)
 
     def unpin(self, nodes: Sequence[Node]) -> None:
         """Undoes one `pin` of each node."""
-        self._states.unpin(nodes)
+        self.node_states.unpin(nodes)
 
     def reset(self) -> None:
         """Clears the prefix cache. Sequences keep their pages, which new ones cannot share."""
-        self._states.reset()
+        self.node_states.reset()
 
     def evict(self, count: int) -> int:
         """Evicts up to `count` pages that no sequence uses; returns how many."""
@@ -314,7 +314,7 @@ class KVManager:
             loads=self._offload.take_loads(),
             saves=self._offload.take_saves(),
             copies=copies,
-            freed=[page for page in self._states.take_freed() if page not in copied],
+            freed=[page for page in self.node_states.take_freed() if page not in copied],
         )
 
     def start_save(self, save: Transfer, staging: Any) -> None:

@@ -15,7 +15,12 @@ from jaxserve.structured.vocabulary import Vocabulary
 
 
 class TokenMatcher(Protocol):
-    """What an engine asks of the state of one sequence whose tokens are constrained."""
+    """What an engine asks of the state of one sequence whose tokens are constrained.
+
+    The masks of a step and the output of a request follow the same matcher, and each gives it the
+    tokens that it sees: whichever comes first has a token consumed, which happens once for a
+    position.
+    """
 
     @property
     def num_tokens(self) -> int:

@@ -17,8 +17,8 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "server")]
 import compatibility  # noqa: E402  (found by the path above)
+from client_inputs import MODEL  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
-from wishes import MODEL  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

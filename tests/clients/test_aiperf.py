@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from wishes import MODEL
+from client_inputs import MODEL
 
 pytestmark = pytest.mark.clients
 pytest.importorskip("aiperf")

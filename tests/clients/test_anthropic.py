@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from wishes import ASK, MODEL, WEATHER, Person, get_weather
+from client_inputs import ASK, MODEL, WEATHER, Person, get_weather
 
 pytestmark = pytest.mark.clients
 anthropic = pytest.importorskip("anthropic")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from wishes import MODEL
+from client_inputs import MODEL
 
 pytestmark = [pytest.mark.clients, pytest.mark.peers]
 pytest.importorskip("guidellm")

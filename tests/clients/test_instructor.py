@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from wishes import ASK, MODEL, Person
+from client_inputs import ASK, MODEL, Person
 
 pytestmark = pytest.mark.clients
 instructor = pytest.importorskip("instructor")
@@ -35,8 +35,8 @@ def test_modes_with_guidance(url, mode):
     """the modes JSON and MD_JSON, with the schema in `extra_body`"""
     schema = Person.model_json_schema()
     json_mode = {"response_format": {"type": "json_object", "schema": schema}}
-    wish = json_mode if mode == "JSON" else {"structured_outputs": {"json": schema}}
-    assert isinstance(person(url, mode, extra_body=wish), Person)
+    options = json_mode if mode == "JSON" else {"structured_outputs": {"json": schema}}
+    assert isinstance(person(url, mode, extra_body=options), Person)
 
 
 def test_partial(url):

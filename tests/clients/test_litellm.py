@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from wishes import MODEL, WEATHER, get_weather
+from client_inputs import MODEL, WEATHER, get_weather
 
 pytestmark = pytest.mark.clients
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # No prices from elsewhere.

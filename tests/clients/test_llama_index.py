@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from wishes import ASK, MODEL, WEATHER, Person, calls, get_weather
+from client_inputs import ASK, MODEL, WEATHER, Person, calls, get_weather
 
 pytestmark = pytest.mark.clients
 openai_like = pytest.importorskip("llama_index.llms.openai_like")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wishes import MODEL
+from client_inputs import MODEL
 
 pytestmark = [pytest.mark.clients, pytest.mark.peers]
 pytest.importorskip("lm_eval")

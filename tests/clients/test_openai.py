@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from wishes import ASK, MODEL, WEATHER, Drink, Person
+from client_inputs import ASK, MODEL, WEATHER, Drink, Person
 
 pytestmark = pytest.mark.clients
 openai = pytest.importorskip("openai")

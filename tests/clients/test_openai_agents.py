@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from wishes import ASK, MODEL, WEATHER, Person, calls, get_weather
+from client_inputs import ASK, MODEL, WEATHER, Person, calls, get_weather
 
 pytestmark = pytest.mark.clients
 agents = pytest.importorskip("agents")

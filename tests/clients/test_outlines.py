@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from wishes import ASK, MODEL, Person
+from client_inputs import ASK, MODEL, Person
 
 pytestmark = pytest.mark.clients
 outlines = pytest.importorskip("outlines")

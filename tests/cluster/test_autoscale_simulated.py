@@ -47,7 +47,7 @@ class Replica:
 
 def serve(rates: list[tuple[float, float]], scaler: Autoscaler):
     """Arrivals at each rate (a second) for so many seconds; then to the end. How long each request
-    waited, the decisions, and the numbers of replicas, tick by tick."""
+    waited, the decisions, and the numbers of replicas, period by period."""
     draw, replicas, all_replicas = random.Random(1), [Replica(0)], []
     decisions, numbers, now_us, count = [], [], 0, 0
     all_replicas += replicas

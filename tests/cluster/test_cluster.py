@@ -27,7 +27,7 @@ ray = pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
 
 NUM_TOKENS = 160
-WISHES: tuple[dict[str, Any], ...] = (
+OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 1.0, "seed": 7},
     {"temperature": 1.0, "seed": 8, "presence_penalty": 1.0},
@@ -104,16 +104,16 @@ def ask(
 ) -> list[Any]:
     """For each choice of request `number` its text, finish reason and logprobs; a token of a
     stream is counted in `received`."""
-    wish = {"max_tokens": num_tokens} | WISHES[number % len(WISHES)]
+    options = {"max_tokens": num_tokens} | OPTIONS[number % len(OPTIONS)]
     prompt, more = prompt_of(10 + number, seed=number), {"ignore_eos": True}
     if not stream:
-        answer = client.completions.create(model="tiny", prompt=prompt, extra_body=more, **wish)
+        answer = client.completions.create(model="tiny", prompt=prompt, extra_body=more, **options)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         return [(c.text, c.finish_reason, tokens_of(c)) for c in choices]
-    count = wish.get("n", 1)
+    count = options.get("n", 1)
     texts, reasons, tokens = [""] * count, [None] * count, [[] for _ in range(count)]
     for chunk in client.completions.create(
-        model="tiny", prompt=prompt, extra_body=more, stream=True, **wish
+        model="tiny", prompt=prompt, extra_body=more, stream=True, **options
     ):
         for choice in chunk.choices:
             texts[choice.index] += choice.text

@@ -82,7 +82,7 @@ def test_running_out_of_pages(llama, llm_for, scheduler):
 def test_every_prompt_at_once(llama, llm_for, scheduler):
     """More requests than rows, and an end of text within some."""
     everything = [(index, LONGEST, False, 0, 0) for index in range(len(PROMPT_LENGTHS))]
-    lengths = [len(llama.answer(*wish[:3])) for wish in everything]
+    lengths = [len(llama.answer(*arrival[:3])) for arrival in everything]
     assert min(lengths) < LONGEST == max(lengths)
     check(llama, llm_for(scheduler).engine, everything)
 
@@ -96,7 +96,7 @@ def test_every_family(tmp_path, name):
     page_size = FAMILIES[name]["page_size"]
     changes = {"max_num_seqs": 2, "max_num_batched_tokens": 2 + 32} | FAMILIES[name]
     # The trash page, those of the longest request, and the one an admission leaves free: two
-    # requests with 60 tokens are let in, and one has to go when they have grown.
+    # requests with 60 tokens are admitted, and one has to go when they have grown.
     pages = 1 + -(-CONTEXT // page_size) + 1
     page_bytes = model.config.kv_bytes_per_token(4) * page_size
     with model.load(**changes, kv_cache_memory_bytes=pages * page_bytes) as llm:

@@ -1,4 +1,4 @@
-"""Sequences longer than the pool, whose older pages are on the host: tokens, books, refusals."""
+"""Sequences longer than the pool, with older pages on the host: tokens, invariants, refusals."""
 
 from __future__ import annotations
 

@@ -64,14 +64,14 @@ def test_they_are_of_the_raw_distribution(llama, llm):
 def test_those_of_given_tokens(llama, llm):
     """In the place of the most likely ones, beside requests that have those."""
     given = (7, 200, 0, 255)
-    wishes = [
+    sampled = [
         SAMPLED,
         dataclasses.replace(SAMPLED, logprobs=None, logprob_token_ids=given),
         dataclasses.replace(SAMPLED, logprob_token_ids=given[:1], prompt_logprobs=2),
         dataclasses.replace(SAMPLED, logprobs=None),
     ]
     prompt = llama.prompts[9]
-    outputs = drive(llm.engine, [Arrival(prompt, params) for params in wishes])
+    outputs = drive(llm.engine, [Arrival(prompt, params) for params in sampled])
     completions = [output.outputs[0] for output in outputs]
     assert len({completion.token_ids for completion in completions}) == 1
     check_outputs(llama, prompt, completions[0], 3)

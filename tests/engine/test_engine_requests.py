@@ -65,12 +65,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_refusal_is_typed_names_the_value_and_changes_nothing(llama, engine, why):
-    prompt, wish, message = REFUSED[why]
+    prompt, options, message = REFUSED[why]
     running = engine.add("running", llama.prompts[5], GREEDY)
     engine.step()
     before = state(engine)
     with pytest.raises(RequestError, match=message):
-        engine.add("refused", prompt, SamplingParams(max_tokens=4, **wish))
+        engine.add("refused", prompt, SamplingParams(max_tokens=4, **options))
     assert state(engine) == before
     accepted = engine.add("refused", llama.prompts[4], GREEDY)  # its id is free again
     while engine.has_work:

@@ -89,7 +89,7 @@ def follow(llama, prompt, output, params, **more):
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {"presence_penalty": 1.5},
         {"frequency_penalty": 0.9},
@@ -98,10 +98,10 @@ def follow(llama, prompt, output, params, **more):
         {"logit_bias": {7: 2.0, 9: 1.5, 200: -3.0}},
         {"allowed_token_ids": (3, 5, 8, 13, 21, 34, 55)},
     ],
-    ids=lambda wish: next(iter(wish)),
+    ids=lambda options: next(iter(options)),
 )
-def test_a_wish_changes_greedy_tokens_as_the_reference_does(llama, llm, prompt, wish):
-    params = dataclasses.replace(GREEDY, **wish)
+def test_a_parameter_changes_greedy_tokens_as_the_reference_does(llama, llm, prompt, options):
+    params = dataclasses.replace(GREEDY, **options)
     other = Arrival(llama.prompts[5], GREEDY, step=2)
     output, untouched = drive(llm.engine, [Arrival(prompt, params), other])
     assert follow(llama, prompt, output, params) != llama.answers[9]

@@ -152,7 +152,7 @@ def test_a_snapshot_has_the_requests_and_their_kv_is_recomputed(model, windowed,
 
 @settings(max_examples=6, deadline=None)
 @given(
-    wishes=st.lists(
+    requests=st.lists(
         st.tuples(st.integers(0, len(PROMPT_LENGTHS) - 1), st.integers(1, LONGEST)),
         min_size=1,
         max_size=7,
@@ -162,10 +162,10 @@ def test_a_snapshot_has_the_requests_and_their_kv_is_recomputed(model, windowed,
     evicts=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_the_same_tokens_whatever_is_preempted(model, windowed, wishes, gap, share, evicts, seed):
+def test_the_same_tokens_whatever_is_preempted(model, windowed, requests, gap, share, evicts, seed):
     arrivals = [
         Arrival(model.prompts[index], dataclasses.replace(GREEDY, max_tokens=most), gap * place)
-        for place, (index, most) in enumerate(wishes)
+        for place, (index, most) in enumerate(requests)
     ]
     preempter = Preempter(windowed.engine, seed, evicts, share)
     check(model, arrivals, drive(windowed.engine, arrivals, preempter))

@@ -24,14 +24,16 @@ dealers = st.sampled_from(
 
 
 def whole(layout, lengths, shard, causal=True, window=None):
-    """The work of whole sequences, keys dealt as queries are."""
+    """The work of whole sequences, keys sharded as queries are."""
     return Work(layout, layout, lengths, lengths, shard, causal, window)
 
 
 @settings(max_examples=100, deadline=None)
 @given(lengths_of, ranks_of, dealers)
-def test_every_position_lies_on_one_rank_and_each_rank_has_its_own_in_order(lengths, ranks, deal):
-    layout, shard = deal(lengths, ranks), 250
+def test_every_position_lies_on_one_rank_and_each_rank_has_its_own_in_order(
+    lengths, ranks, shard_of
+):
+    layout, shard = shard_of(lengths, ranks), 250
     for row, length in enumerate(lengths):
         held = []
         for rank in range(ranks):
@@ -53,8 +55,8 @@ def test_every_position_lies_on_one_rank_and_each_rank_has_its_own_in_order(leng
 
 @settings(max_examples=50, deadline=None)
 @given(lengths_of, ranks_of, dealers)
-def test_a_permutation_and_its_inverse(lengths, ranks, deal):
-    layout, shard = deal(lengths, ranks), 250
+def test_a_permutation_and_its_inverse(lengths, ranks, shard_of):
+    layout, shard = shard_of(lengths, ranks), 250
     order = np.broadcast_to(layout.order(shard), (len(lengths), ranks * shard))
     for row, length in enumerate(lengths):
         positions = np.arange(length)[None].repeat(len(lengths), 0)
@@ -89,11 +91,11 @@ def test_zigzag_by_hand_of_rows_that_differ():
     st.sampled_from([(True, None), (True, 1), (True, 9), (False, None)]),
     st.data(),
 )
-def test_what_ranks_see_of_each_other_is_what_the_mask_says(lengths, ranks, deal, mask, data):
-    """Of new tokens dealt one way and of all the keys dealt a page at a time."""
+def test_what_ranks_see_of_each_other_is_what_the_mask_says(lengths, ranks, shard_of, mask, data):
+    """Of new tokens sharded one way and of all the keys sharded a page at a time."""
     cached = np.int32([data.draw(st.integers(0, 40)) for _ in lengths])
     causal, window = mask
-    queries, keys = deal(lengths, ranks), round_robin(4, ranks)
+    queries, keys = shard_of(lengths, ranks), round_robin(4, ranks)
     shard = 70
     work = Work(queries, keys, cached + lengths, lengths, shard, causal, window)
     for owner, source in np.ndindex(ranks, ranks):

@@ -70,8 +70,8 @@ def sharded(arrays, order):
     return result
 
 
-def assert_dealt(actual, expected, order, tolerance=2e-5):
-    """out and lse of each row are the expected ones where they were dealt; padding has nothing."""
+def assert_sharded(actual, expected, order, tolerance=2e-5):
+    """out and lse of each row are the expected ones on their shards; padding has nothing."""
     for row, results in enumerate(expected):
         inside = order[row] < len(results[0])
         for got, wanted, empty in zip(actual, results, (0, -np.inf)):
@@ -85,8 +85,8 @@ def assert_dealt(actual, expected, order, tolerance=2e-5):
 class Whole:
     """Whole sequences on `ranks` devices: one program for whatever lengths."""
 
-    def __init__(self, ranks, deal, scheme, dtype=jnp.float32, backend="auto", **options):
-        self.ranks, self.deal, self.options, self.dtype = ranks, deal, options, dtype
+    def __init__(self, ranks, sharding, scheme, dtype=jnp.float32, backend="auto", **options):
+        self.ranks, self.sharding, self.options, self.dtype = ranks, sharding, options, dtype
 
         def local(q, k, v, lengths):
             return ring_attention(
@@ -94,7 +94,7 @@ class Whole:
                 k,
                 v,
                 lengths,
-                deal(lengths, ranks),
+                sharding(lengths, ranks),
                 axis_name="seq",
                 scale=SCALE,
                 scheme=scheme,
@@ -111,9 +111,9 @@ class Whole:
         self.program = compiled(local, ranks, (split, split, split, P()), split, *shapes)
 
     def run(self, sequences):
-        """out and lse as dealt, and the order in which that is."""
+        """out and lse as sharded, and the order in which that is."""
         lengths = np.int32([len(q) for q, _, _ in sequences])
-        order = self.deal(lengths, self.ranks).order(SHARD)
+        order = self.sharding(lengths, self.ranks).order(SHARD)
         order = np.broadcast_to(order, (ROWS, self.ranks * SHARD))
         arrays = [jnp.asarray(sharded(one, order), self.dtype) for one in zip(*sequences)]
         return self.program(*arrays, lengths), order
@@ -122,7 +122,7 @@ class Whole:
         actual, order = self.run(sequences)
         assert actual[0].dtype == self.dtype and actual[1].dtype == jnp.float32
         expected = [reference(*one, scale=SCALE, **self.options) for one in sequences]
-        assert_dealt(actual, expected, order, tolerance)
+        assert_sharded(actual, expected, order, tolerance)
 
     def check_any_lengths(self):
         """None, one, a share that is not full, pages that are, and everything there is room for."""
@@ -296,7 +296,7 @@ def test_a_chunk_after_a_cached_context(scheme):
         q = sharded([one[0] for one in sequences], order)
         actual = program(q, pages, tables, context, lengths)
         expected = [reference(*one, scale=SCALE, window=31) for one in sequences]
-        assert_dealt(actual, expected, order)
+        assert_sharded(actual, expected, order)
 
     check()
 
@@ -408,4 +408,4 @@ def test_ranks_along_two_axes_of_a_mesh():
     arrays = [sharded(one, order) for one in zip(*sequences)]
     program = jax.jit(mapped).lower(*arrays).compile(compiler_options=UNOPTIMISED)
     expected = [reference(*one, scale=SCALE) for one in sequences]
-    assert_dealt(program(*arrays), expected, order)
+    assert_sharded(program(*arrays), expected, order)

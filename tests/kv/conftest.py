@@ -10,7 +10,7 @@ from kv_bench import Bench
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a bench whose books balance in the end, and which then has lost nothing."""
+    """Makes a bench whose invariants hold in the end, and which then has lost nothing."""
     with contextlib.ExitStack() as stack:
 
         def bench(**settings) -> Bench:

@@ -289,7 +289,7 @@ class World:
         sample.running = sample.fetching = False
         sample.num_computed = 0
 
-    def forsake(self, which: int) -> None:
+    def abandon(self, which: int) -> None:
         self.manager.unpin_table(_pick(self.waiting, which).table)
 
     def pin(self, which: int, count: int) -> None:
@@ -444,7 +444,7 @@ OPERATIONS = {
     "register": "running",
     "finish": "finishable",
     "preempt": "running",
-    "forsake": "waiting",
+    "abandon": "waiting",
     "pin": "running",
     "unpin": "groups",
     "evict": "evictable",

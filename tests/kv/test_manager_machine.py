@@ -1,6 +1,6 @@
 """The whole manager under everything that can happen to it, in any order.
 
-The books are checked after every operation, and at every step each sequence reads all its KV. The
+Invariants are checked after every operation, and at every step each sequence reads all its KV. The
 machine finds short failures; the driver goes the distance, at a tenth of the cost of an operation.
 """
 
@@ -37,7 +37,7 @@ WEIGHTS = {
     "register": 1,
     "finish": 0.5,
     "preempt": 4,
-    "forsake": 0.3,
+    "abandon": 0.3,
     "pin": 0.5,
     "unpin": 0.7,
     "evict": 4,

@@ -483,7 +483,7 @@ def test_a_copier_without_a_tier_or_without_staging():
 class MovesMachine(RuleBasedStateMachine):
     """Random moves among three tiers against dicts of what each page should hold.
 
-    The model learns of a ticket when it settles, all pending ones at once, so that what is drawn
+    The model learns of a transfer when it settles, all pending ones at once, so that what is drawn
     never depends on how far the threads have come.
     """
 

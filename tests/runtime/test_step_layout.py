@@ -230,13 +230,15 @@ class TablesOfSteps(RuleBasedStateMachine):
         )
         expected = [list(held.pages) for held in decodes]
         expected += [held.pages[: -(-count // PAGE_SIZE)] for held, count in chunks]
-        self.tick((FrozenPlan.of(plan, KVLayout(PAGE_SIZE), TRASH_SLOT), expected, len(decodes)))
+        self.pipeline_step(
+            (FrozenPlan.of(plan, KVLayout(PAGE_SIZE), TRASH_SLOT), expected, len(decodes))
+        )
 
     @rule()
     def bubble(self):
-        self.tick(None)
+        self.pipeline_step(None)
 
-    def tick(self, entering):
+    def pipeline_step(self, entering):
         self.in_flight.append(entering)
         for stage, step in enumerate(reversed(self.in_flight)):
             if step is not None:

@@ -175,7 +175,7 @@ def test_computes_the_optimum_and_little_more(prompts, page_size, data):
 
 
 def contexts(count: int, members: int) -> list[list[int]]:
-    """Prompts of 50 tokens, 42 of them shared by the members of a group, dealt out in turn."""
+    """Prompts of 50 tokens, 42 of them shared by the members of a group, in turn."""
     return [
         [1 + group] * 42 + [100 + count * member + group] * 8
         for member in range(members)
@@ -235,7 +235,7 @@ def test_in_a_pool_too_tight_for_what_runs_all_end_and_nothing_stays_held(prompt
 
 @pytest.fixture
 def continued(llama) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts within prompts, each a known answer's beginning, dealt out in turn; and how each goes
+    """Prompts within prompts, each a known answer's beginning, in turn; and how each goes
     on, as the oracle has it."""
     cases = [
         (llama.prompts[base] + llama.answers[base][:known], llama.answers[base][known:])

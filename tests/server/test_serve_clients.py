@@ -131,10 +131,15 @@ def test_constraints_by_names_of_other_servers(server, fields, pattern):
 @pytest.mark.parametrize("standard", [False, True])
 def test_objects_have_only_declared_properties_unless_asked_for_others(server, standard):
     schema = {"properties": {"a": {"const": 1}}, "required": ["a"], "type": "object"}
-    wish = {"json": schema | {"x-guidance": {"whitespace_flexible": False}}}
+    structured = {"json": schema | {"x-guidance": {"whitespace_flexible": False}}}
     if standard:
-        wish["disable_additional_properties"] = False
-    body = PROMPT | {"structured_outputs": wish, "max_tokens": 40, "ignore_eos": False, "n": 8}
+        structured["disable_additional_properties"] = False
+    body = PROMPT | {
+        "structured_outputs": structured,
+        "max_tokens": 40,
+        "ignore_eos": False,
+        "n": 8,
+    }
     texts = {c["text"] for c in server.complete(body | {"temperature": 1, "seed": 1})["choices"]}
     assert (texts == {'{"a":1}'}) == (not standard)
 

@@ -91,15 +91,15 @@ def test_clients_killed_mid_stream(server):
 
 
 def test_an_abort_storm_leaves_others_alone(server):
-    wish = {
+    params = {
         "prompt": prompt_of(30, seed=4),
         "max_tokens": 200,
         "temperature": 0,
         "ignore_eos": True,
     }
-    wanted = server.complete(wish)["choices"][0]["text"]
+    wanted = server.complete(params)["choices"][0]["text"]
     responses = []
-    survivor = threading.Thread(target=lambda: responses.append(server.complete(wish)))
+    survivor = threading.Thread(target=lambda: responses.append(server.complete(params)))
 
     async def storm():
         rng = random.Random(1)

@@ -1,4 +1,4 @@
-"""Servers of their own: who is let in, and how they end."""
+"""Servers of their own: who is admitted, and how they end."""
 
 from __future__ import annotations
 

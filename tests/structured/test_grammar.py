@@ -44,8 +44,8 @@ def grammars(tokenizer) -> Grammars:
     return Grammars(tokenizer, tokenizer.vocab_size, EOS)
 
 
-def matcher_of(vocabulary: Vocabulary, ignore_eos: bool = False, **wish) -> Matcher:
-    return Grammar(vocabulary, StructuredOutputs(**wish)).matcher(ignore_eos=ignore_eos)
+def matcher_of(vocabulary: Vocabulary, ignore_eos: bool = False, **spec) -> Matcher:
+    return Grammar(vocabulary, StructuredOutputs(**spec)).matcher(ignore_eos=ignore_eos)
 
 
 # What comes next
@@ -75,8 +75,8 @@ languages = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(language=languages, ignore_eos=st.booleans(), data=st.data())
 def test_masks_are_what_a_list_of_the_texts_says(vocabulary, tokens, language, ignore_eos, data):
-    wish, listed = language
-    matcher, said, taken = matcher_of(vocabulary, ignore_eos, **wish), b"", []
+    spec, listed = language
+    matcher, said, taken = matcher_of(vocabulary, ignore_eos, **spec), b"", []
     while True:
         allowed = listed.allowed(said, tokens, EOS, ignore_eos=ignore_eos)
         goes_on = listed.goes_on(said)
@@ -108,7 +108,7 @@ def test_matchers_that_advance_together_are_where_they_would_be_alone(
     vocabulary, tokens, crowd, seed
 ):
     """At different paces, with tokens told twice, and others of the same grammar beside."""
-    grammars = [Grammar(vocabulary, StructuredOutputs(**wish)) for wish, _ in crowd]
+    grammars = [Grammar(vocabulary, StructuredOutputs(**spec)) for spec, _ in crowd]
     make = [functools.partial(g.matcher, ignore_eos=True) for g in grammars for _ in range(2)]
     together, alone = [new() for new in make], [new() for new in make]
     told = [[] for _ in make]
@@ -149,7 +149,7 @@ PERSON = {
 
 
 @pytest.mark.parametrize(
-    "wish, taken, refused",
+    "spec, taken, refused",
     [
         ({"json": PERSON}, ['{"name":"Ä","age":3}', '{ "name" : "",\n\t"age": 3}'], ["{}"]),
         ({"json": PERSON}, [json.dumps({"name": "a", "age": 1}, indent=8)], ['{"age":3}', "3"]),
@@ -172,11 +172,11 @@ PERSON = {
         ({"grammar": 'start: "say " %json {"type":"boolean"}'}, ["say true"], ["say", "true"]),
     ],
 )
-def test_texts_that_a_grammar_takes_and_refuses(vocabulary, tokenizer, wish, taken, refused):
+def test_texts_that_a_grammar_takes_and_refuses(vocabulary, tokenizer, spec, taken, refused):
     for text in taken:
-        assert spell(tokenizer, matcher_of(vocabulary, **wish), text), text
+        assert spell(tokenizer, matcher_of(vocabulary, **spec), text), text
     for text in refused:
-        assert not spell(tokenizer, matcher_of(vocabulary, **wish), text), text
+        assert not spell(tokenizer, matcher_of(vocabulary, **spec), text), text
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_model_without_an_end_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "wish, message",
+    "spec, message",
     [
         ({"regex": "a("}, "structured_outputs.regex: .*unclosed group"),
         ({"regex": "(?=a)b"}, "structured_outputs.regex: .*look-around"),
@@ -252,12 +252,12 @@ def test_a_model_without_an_end_is_refused(tokenizer):
         ({"grammar": "start: " + '"a"? ' * 5000}, "structured_outputs.grammar: .*[Tt]oo many"),
     ],
 )
-def test_bad_and_large_grammars_are_refused_by_name(grammars, wish, message):
+def test_bad_and_large_grammars_are_refused_by_name(grammars, spec, message):
     with pytest.raises(RequestError, match=message):
-        grammars.get(StructuredOutputs(**wish))
+        grammars.get(StructuredOutputs(**spec))
     # And so they are again, and nothing else is.
     with pytest.raises(RequestError, match=message):
-        grammars.get(StructuredOutputs(**wish))
+        grammars.get(StructuredOutputs(**spec))
     assert grammars.get(StructuredOutputs(regex="a"))
 
 
@@ -267,7 +267,7 @@ def chain(name):
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "spec",
     [
         {"regex": "(" * 30_000 + "a" + ")" * 30_000},
         {"regex": "[" * 60_000},
@@ -287,10 +287,10 @@ def chain(name):
     ],
     ids=["regex", "class", "gbnf", "rules", "terminals", "refs", "schema"],
 )
-def test_no_depth_ends_the_process(grammars, wish):
+def test_no_depth_ends_the_process(grammars, spec):
     """Rules that refer to each other in a chain overflowed an ordinary stack."""
     try:
-        matcher = grammars.get(StructuredOutputs(**wish)).matcher(ignore_eos=False)
+        matcher = grammars.get(StructuredOutputs(**spec)).matcher(ignore_eos=False)
         advance([(matcher, 0, min(ids_of(matcher.mask)))])
     except RequestError as refusal:
         assert "structured_outputs" in str(refusal)

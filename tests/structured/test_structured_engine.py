@@ -144,7 +144,7 @@ def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
         },
     )
     drawn = data.draw(st.lists(options, min_size=2, max_size=4))
-    params = [SamplingParams(**{"seed": 5, "max_tokens": 40} | wish) for wish in drawn]
+    params = [SamplingParams(**{"seed": 5, "max_tokens": 40} | spec) for spec in drawn]
     arrivals = [
         Arrival(llama.prompts[data.draw(st.integers(0, 11))], p, step=data.draw(st.integers(0, 6)))
         for p in params
@@ -154,10 +154,10 @@ def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
         (by_itself,) = drive(llm_for().engine, [dataclasses.replace(arrival, step=0)])
         assert tokens(output) == tokens(by_itself)
         assert output.error is None
-        wish = arrival.params.structured_outputs
-        if wish is not None and output.outputs[0].finish_reason == "stop":
+        spec = arrival.params.structured_outputs
+        if spec is not None and output.outputs[0].finish_reason == "stop":
             patterns = {"regex": re.compile(REGEX), "json": JSON_TEXT}
-            pattern = patterns.get(wish.kind, re.compile("yes!?|no"))
+            pattern = patterns.get(spec.kind, re.compile("yes!?|no"))
             said = b"".join(spelled[t] for t in output.outputs[0].token_ids if t != EOS)
             assert pattern.fullmatch(said.decode())
             assert output.outputs[0].finish_reason == "stop"
@@ -184,9 +184,9 @@ def test_an_end_of_text_where_the_grammar_allows_one(llama, llm_for):
     assert output.outputs[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("wish", [{"ignore_eos": True}, {"min_tokens": 20}])
-def test_it_goes_on_while_it_can_where_no_end_is_wanted(llama, llm_for, wish):
-    biased = dataclasses.replace(GREEDY, logit_bias={EOS: 100.0}, **wish)
+@pytest.mark.parametrize("spec", [{"ignore_eos": True}, {"min_tokens": 20}])
+def test_it_goes_on_while_it_can_where_no_end_is_wanted(llama, llm_for, spec):
+    biased = dataclasses.replace(GREEDY, logit_bias={EOS: 100.0}, **spec)
     (output,) = drive(llm_for().engine, [Arrival(llama.prompts[3], biased)])
     assert len(output.outputs[0].text) == len(output.outputs[0].token_ids) == 6
     assert output.outputs[0].finish_reason == "stop"

@@ -33,12 +33,12 @@ options = st.one_of(
 )
 
 
-@given(wish=options)
-def test_a_wish_survives_json_and_the_log_of_several_hosts(wish):
-    params = SamplingParams(structured_outputs=wish)
+@given(spec=options)
+def test_a_spec_survives_json_and_the_log_of_several_hosts(spec):
+    params = SamplingParams(structured_outputs=spec)
     asked = params.structured_outputs
-    assert asked == StructuredOutputs(**wish)
-    assert asked.kind in wish
+    assert asked == StructuredOutputs(**spec)
+    assert asked.kind in spec
     assert asked == StructuredOutputs.of(asked.to_json())
     added = AddRequest(
         request_id="id",
@@ -65,7 +65,7 @@ def test_a_schema_is_kept_as_it_was_written():
 
 
 @pytest.mark.parametrize(
-    "wish, message",
+    "spec, message",
     [
         ({}, "nothing set; set exactly one of json, regex, choice"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice set"),
@@ -90,9 +90,9 @@ def test_a_schema_is_kept_as_it_was_written():
         ({"json_object": "yes"}, "json_object must be True, got 'yes'"),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name(wish, message):
+def test_what_cannot_be_right_is_refused_by_name(spec, message):
     with pytest.raises(RequestError) as refusal:
-        SamplingParams(structured_outputs=wish)
+        SamplingParams(structured_outputs=spec)
     assert "structured_outputs" in str(refusal.value)
     assert message in str(refusal.value)
 

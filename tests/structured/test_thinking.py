@@ -159,9 +159,9 @@ def test_the_most_likely_tokens_but_for_the_end_of_the_reasoning(
     llama, llm_for, spelled, open_prompts
 ):
     """Budgets of every phase, beside requests without any, in a batch that preempts."""
-    wishes = [(0, False), (1, True), (5, False), (9, True), (40, False)]
+    cases = [(0, False), (1, True), (5, False), (9, True), (40, False)]
     arrivals, expected = [], []
-    for index, (budget, has_grammar) in enumerate(wishes):
+    for index, (budget, has_grammar) in enumerate(cases):
         prompt = open_prompts[index * 2]
         more = {"structured_outputs": {"regex": REGEX}} if has_grammar else {}
         arrivals.append(Arrival(prompt, bounded(budget, **more), step=index))
