@@ -30,7 +30,7 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess
 from jaxserve.engine.snapshot.compatibility import SnapshotFacts
 from jaxserve.engine.snapshot.migration import Migration
-from jaxserve.engine.snapshot.multi_host import OneHost
+from jaxserve.engine.snapshot.multi_host import SingleHost
 from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.snapshots import Snapshots
 from jaxserve.metrics.expert_metrics import expert_metrics
@@ -137,11 +137,11 @@ class Engine:
         limit = plan.config.max_model_len
         restorer = Restorer(*shared, self._input, tokenizer, self.adapters, limit)
         facts = SnapshotFacts(plan, tokenizer)
-        together = self._replicated or OneHost(self._core)
+        together = self._replicated or SingleHost(self._core)
         access = EngineAccess(*shared, restorer, facts, self.check_open, together, self._num_hosts)
         self.snapshots, self.migration = Snapshots(access), Migration(access, plan.memory)
         if self._replicated is not None:
-            self._replicated.joins = self.snapshots.join
+            self._replicated.on_collective = self.snapshots.join
             self._replicated.stopped = self._stopped
 
     @classmethod

@@ -84,7 +84,7 @@ class _Timeline:
         self._running = 0
         self._in_flight: dict[int, tuple[Dispatched, list[_Chunk]]] = {}
         self._ready_us = 0
-        self._ways: dict[tuple[str, str], int] = {}
+        self._directions: dict[tuple[str, str], int] = {}
         self._lane_free_us: list[int] = []
         self._folds = {
             Arrived: self._arrived,
@@ -222,15 +222,20 @@ class _Timeline:
 
     def _transferred(self, record: Transferred) -> None:
         """Each direction has a track: one thread runs its transfers one after another."""
-        way = record.source, record.target
-        if way not in self._ways:
-            self._ways[way] = _DEVICE + 1 + len(self._ways)
-            self._name("thread_name", _ENGINE, self._ways[way], f"KV {way[0]} to {way[1]}")
+        direction = record.source, record.target
+        if direction not in self._directions:
+            self._directions[direction] = _DEVICE + 1 + len(self._directions)
+            self._name(
+                "thread_name",
+                _ENGINE,
+                self._directions[direction],
+                f"KV {direction[0]} to {direction[1]}",
+            )
         why = {"error": record.error} if record.error else {}
         self._span(
             _ENGINE,
-            self._ways[way],
-            "failed" if record.error else "move",
+            self._directions[direction],
+            "failed" if record.error else "transfer",
             record.begin_us,
             record.time_us,
             pages=record.pages,

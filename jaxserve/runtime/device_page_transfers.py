@@ -72,7 +72,7 @@ class DevicePageTransfers(PageTransfers):
         )
         super().__init__(manager, worker, runner, log, debug=config.debug_kv)
         if worker is not None:
-            with log.phase("startup", "calibrate moves"):
+            with log.phase("startup", "calibrate transfers"):
                 self._calibrate(rates)
 
     def token_kv(self) -> TokenKV:
@@ -115,9 +115,9 @@ class DevicePageTransfers(PageTransfers):
         if above is Tier.DEVICE:
             self._worker.reserve()
             staging = self._runner.gather([TRASH_PAGE] * len(pages))
-        handles = [self._worker.move(above, pages, below, pages, staging)]
+        handles = [self._worker.submit(above, pages, below, pages, staging)]
         self._finish(handles[0])
-        handles.append(self._worker.move(below, pages, Tier.DEVICE, pages))
+        handles.append(self._worker.submit(below, pages, Tier.DEVICE, pages))
         self._finish(handles[1])
         for handle in handles:
             if handle.error is not None:

@@ -65,7 +65,7 @@ class SimulatedTransferWorker(TransferQueue):
                     rates.transferred(source, target, num_bytes, self.us(source, target, num_bytes))
             above = below
 
-    def move(
+    def submit(
         self,
         source: Tier,
         source_pages: Sequence[int],
@@ -74,7 +74,7 @@ class SimulatedTransferWorker(TransferQueue):
         staging: Any = None,
     ) -> TransferHandle:
         with self._up_to_date():
-            return super().move(source, source_pages, target, target_pages, staging)
+            return super().submit(source, source_pages, target, target_pages, staging)
 
     def reserve(self, timeout_us: int = 0) -> bool:
         give_up_us = self._virtual.now() + timeout_us

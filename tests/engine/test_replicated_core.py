@@ -40,7 +40,7 @@ class Hosts:
         del self.values[name]
 
     @contextlib.contextmanager
-    def bounded(self):
+    def with_timeout(self):
         self.num_bounded += 1
         yield
 
@@ -117,9 +117,9 @@ def test_a_restore_for_which_one_host_cannot_read_kv_fails_on_all(job, llama, tm
     (kv,) = tmp_path.glob("*kv-00000.safetensors")
     first.next_entry(0, joint=["restore", str(tmp_path)])
     if fails == "this host":
-        hosts.host_0_says["agreed/2"] = lambda _: kv.unlink()  # It was whole at the beginning.
+        hosts.host_0_says["gathered/2"] = lambda _: kv.unlink()  # It was whole at the beginning.
     else:
-        hosts.host_0_says["agreed/3"] = lambda _: f"{kv} cannot be read"
+        hosts.host_0_says["gathered/3"] = lambda _: f"{kv} cannot be read"
     with pytest.raises(SnapshotError, match=f"{kv} cannot be read"):
         llm.restore(tmp_path)
     (said,) = hosts.values.values()

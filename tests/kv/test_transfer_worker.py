@@ -106,12 +106,12 @@ class Bench:
     def save(self, payload: np.ndarray, pages: list[int], target: Tier = HOST) -> TransferHandle:
         """Moves page bytes away from the device."""
         assert self.transfer_worker.reserve(LONG_US)
-        return self.transfer_worker.move(
+        return self.transfer_worker.submit(
             DEVICE, range(len(payload)), target, pages, padded(payload)
         )
 
     def fetch(self, pages: list[int], source: Tier = HOST) -> TransferHandle:
-        return self.transfer_worker.move(source, pages, DEVICE, range(len(pages)))
+        return self.transfer_worker.submit(source, pages, DEVICE, range(len(pages)))
 
     def drain(self) -> list[TransferHandle]:
         ended = []
@@ -152,8 +152,8 @@ def test_a_round_trip_through_all_tiers(bench):
     handles = []
     for move in (
         lambda: bench.save(payload, [5, 6, 1]),
-        lambda: bench.transfer_worker.move(HOST, [5, 6, 1], DISK, [0, 1, 2]),
-        lambda: bench.transfer_worker.move(DISK, [2, 0], HOST, [7, 3]),
+        lambda: bench.transfer_worker.submit(HOST, [5, 6, 1], DISK, [0, 1, 2]),
+        lambda: bench.transfer_worker.submit(DISK, [2, 0], HOST, [7, 3]),
         lambda: bench.fetch([3, 6, 7]),
     ):
         handle = move()
@@ -234,7 +234,7 @@ def test_a_corrupt_page_fails_the_fetch_and_stages_nothing(bench):
     bench.drain()
     os.pwrite(bench.disk._file.fileno(), bytes([payload[1, 0] ^ 1]), PAGE_BYTES)
     corrupt = bench.fetch([0, 1, 2], DISK)
-    onward = bench.transfer_worker.move(DISK, [1], HOST, [1])
+    onward = bench.transfer_worker.submit(DISK, [1], HOST, [1])
     bench.drain()
     for handle in (corrupt, onward):
         assert handle.state is TransferState.FAILED and handle.staged is None
@@ -265,8 +265,8 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
             stores[Tier.HOST].write([0, 1, 2, 3], payload)
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE + 1, hard))
-            full = worker.move(Tier.HOST, [0, 1, 2], Tier.DISK, [0, 1, 2])
-            small = worker.move(Tier.HOST, [3], Tier.DISK, [0])
+            full = worker.submit(Tier.HOST, [0, 1, 2], Tier.DISK, [0, 1, 2])
+            small = worker.submit(Tier.HOST, [3], Tier.DISK, [0])
             while TransferState.PENDING in (full.state, small.state):
                 assert worker.wait(20_000_000)
                 worker.ended()
@@ -366,7 +366,7 @@ def test_the_copier_keeps_no_staging_array_alive(bench):
     staging = padded(payload_of(2))
     gathered = weakref.ref(staging)
     assert bench.transfer_worker.reserve()
-    bench.transfer_worker.move(DEVICE, [0, 1], HOST, [0, 1], staging)
+    bench.transfer_worker.submit(DEVICE, [0, 1], HOST, [0, 1], staging)
     del staging
     bench.drain()
     assert eventually(lambda: gc.collect() >= 0 and gathered() is None)
@@ -387,7 +387,7 @@ def test_reserved_buffers_run_out_and_come_back(bench):
     assert bench.transfer_worker.reserve(LONG_US)
     opener.join()
     assert (
-        bench.transfer_worker.move(DEVICE, [0], HOST, [2], padded(payload_of(1))) in bench.drain()
+        bench.transfer_worker.submit(DEVICE, [0], HOST, [2], padded(payload_of(1))) in bench.drain()
     )
     assert all(handle.state is TransferState.LANDED for handle in handles)
     assert bench.num_free_buffers() == 2
@@ -423,7 +423,7 @@ def test_close_finishes_transfers_in_flight_and_fails_the_rest(bench):
     bench.link.download_gate.clear()
     running = bench.save(payload, [0])
     assert bench.link.downloading.wait(LONG_US / 1e6)
-    waiting = [bench.save(payload, [1]), bench.transfer_worker.move(HOST, [4], DISK, [0])]
+    waiting = [bench.save(payload, [1]), bench.transfer_worker.submit(HOST, [4], DISK, [0])]
     closer = threading.Thread(target=bench.transfer_worker.close)
     closer.start()
     assert eventually(lambda: bench.num_pending == 1)
@@ -475,7 +475,7 @@ def test_a_copier_without_a_tier_or_without_staging():
         contextlib.closing(TransferWorker({}, **parts)) as transfer_worker,
         pytest.raises(TransferError, match="no disk"),
     ):
-        transfer_worker.move(DISK, [0], DEVICE, [0])
+        transfer_worker.submit(DISK, [0], DEVICE, [0])
     with pytest.raises(ConfigError, match="staging_buffers is 0"):
         TransferWorker({}, **parts, staging_buffers=0)
 
@@ -547,9 +547,9 @@ class MovesMachine(RuleBasedStateMachine):
         payload = [self.model[source, page] for page in sources]
         for page in targets:
             self.model.pop((target, page), None)
-        self.moving[self.bench.transfer_worker.move(source, sources, target, targets, staging)] = (
-            payload
-        )
+        self.moving[
+            self.bench.transfer_worker.submit(source, sources, target, targets, staging)
+        ] = payload
 
     @precondition(lambda self: self.moving)
     @rule(data=st.data())

@@ -224,15 +224,15 @@ def test_moves_of_each_way_are_on_a_track(overlapped):
     records = [*overlapped[:8], *moves, *overlapped[8:]]
     events = trace_events(records)
     check_format(events)
-    assert spans_of(events, "KV device to host") == [("move", 22, 40), ("failed", 50, 90)]
-    assert spans_of(events, "KV host to device") == [("move", 30, 45)]
-    arguments = [e["args"] for e in events if e["name"] in ("move", "failed")]
+    assert spans_of(events, "KV device to host") == [("transfer", 22, 40), ("failed", 50, 90)]
+    assert spans_of(events, "KV host to device") == [("transfer", 30, 45)]
+    arguments = [e["args"] for e in events if e["name"] in ("transfer", "failed")]
     assert arguments == [
         {"pages": 2, "bytes": 64},
         {"pages": 1, "bytes": 32},
         {"pages": 3, "bytes": 96, "error": "OSError: disk full"},
     ]
-    others = [e for e in events if e["name"] not in ("move", "failed")]
+    others = [e for e in events if e["name"] not in ("transfer", "failed")]
     assert [e for e in others if e["ph"] != "M"] == [
         e for e in trace_events(overlapped) if e["ph"] != "M"
     ]

@@ -39,8 +39,8 @@ class ReplicatedCore:
     entry with its clock, commands and step times, and the other hosts apply the commands that they
     have not applied yet.
 
-    `joins` is called with what host 0 does jointly, and the time, on a host that follows; `stopped`
-    with an error of `jointly` that leaves this host out of step.
+    `on_collective` is called with the collective action of host 0, and the time, on a host that
+    follows; `stopped` with an error of `collectively` that leaves this host out of step.
     """
 
     def __init__(self, core: EngineCore, input_processor: InputProcessor, hosts: Hosts) -> None:
@@ -50,8 +50,8 @@ class ReplicatedCore:
         self._hosts = hosts
         self._replicated = ReplicatedLog(hosts)
         self._read: collections.deque[tuple[StepPlan, ...]] = collections.deque()
-        self._num_agreed = itertools.count()
-        self.joins: Callable[[list[Any], int], object] = _cannot_join
+        self._num_gathered = itertools.count()
+        self.on_collective: Callable[[list[Any], int], object] = _cannot_join
         self.stopped: Callable[[BaseException], object] = lambda error: None
 
     @property
@@ -72,7 +72,7 @@ class ReplicatedCore:
 
     def step(self, wait: bool = False) -> list[Request]:
         """As `EngineCore.step`. With `wait`, waits for host 0's next step without a timeout. Where
-        host 0 does something jointly instead, so does this host.
+        host 0 does something collectively instead, so does this host.
 
         Raises DistributedError when the hosts have diverged, or another host failed.
         """
@@ -81,15 +81,16 @@ class ReplicatedCore:
             if entry is None:
                 return []
             if entry.joint is not None:
-                self.joins(entry.joint, entry.now_us)
+                self.on_collective(entry.joint, entry.now_us)
                 return []
-            with self.bounded():
+            with self.with_timeout():
                 return self._core.step(entry.now_us)
 
-    def jointly(self, action: list[Any], run: Callable[[int], _T]) -> _T | None:
+    def collectively(self, action: list[Any], run: Callable[[int], _T]) -> _T | None:
         """What `run` returns, given the time. All hosts do this `action`, which is plain data, at
-        the same place among their steps; those that follow do it by `joins`. Another host than 0
-        runs the steps of host 0 until that does this; None if its engine has ended meanwhile.
+        the same place among their steps; those that follow do it by `on_collective`. Another host
+        than 0 runs the steps of host 0 until that does this; None if its engine has ended
+        meanwhile.
 
         Raises DistributedError as `step` does, also when host 0 does something else. SnapshotError
         and OverloadedError are those of `run`, which all hosts raise; any other error stops the
@@ -99,7 +100,7 @@ class ReplicatedCore:
             with self._blamed():
                 while (entry := self._next(joint=action)) is not None:
                     if entry.joint is None:
-                        with self.bounded():
+                        with self.with_timeout():
                             self._core.report_again(self._core.step(entry.now_us))
                         continue
                     if entry.joint != action:
@@ -115,17 +116,17 @@ class ReplicatedCore:
             raise
         return None
 
-    def agreed(self, value: Any) -> list[Any]:
-        """The values of all hosts within `jointly`, plain data, in order of hosts."""
-        number = next(self._num_agreed)
-        values = self._hosts.gather(f"agreed/{number}", value, "to agree")
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all hosts within `collectively`, plain data, in order of hosts."""
+        number = next(self._num_gathered)
+        values = self._hosts.gather(f"gathered/{number}", value, "to agree")
         if number:  # Who has given this value has read those before.
-            self._hosts.forget(f"agreed/{number - 1}")
+            self._hosts.forget(f"gathered/{number - 1}")
         return values
 
-    def bounded(self) -> contextlib.AbstractContextManager[None]:
-        """As `Hosts.bounded`: for what waits for other hosts' devices within `jointly`."""
-        return self._hosts.bounded()
+    def with_timeout(self) -> contextlib.AbstractContextManager[None]:
+        """As `Hosts.with_timeout`: for waits for other hosts' devices within `collectively`."""
+        return self._hosts.with_timeout()
 
     def close(self, failed: bool = False) -> None:
         """As `EngineCore.close`; on host 0 it ends the job."""

@@ -12,7 +12,7 @@ from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.compatibility import SnapshotFacts
 from jaxserve.engine.snapshot.files import SnapshotReader
 from jaxserve.engine.snapshot.kv import Prefix, kv_entries, prefixes_of
-from jaxserve.engine.snapshot.multi_host import OneHost
+from jaxserve.engine.snapshot.multi_host import SingleHost
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.saved_kv import SavedKV
@@ -39,7 +39,7 @@ class EngineAccess:
         restorer: Restorer,
         facts: SnapshotFacts,
         check_open: Callable[[], None],
-        hosts: OneHost | ReplicatedCore,
+        hosts: SingleHost | ReplicatedCore,
         num_hosts: int,
     ) -> None:
         self.core, self.page_transfers, self.restorer, self.facts = (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class OneHost:
+class SingleHost:
     """What `ReplicatedCore` has for what all hosts do together, where there is one host."""
 
     leads = True
@@ -23,25 +23,25 @@ class OneHost:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
 
-    def jointly(self, action: list[Any], run: Callable[[int], _T]) -> _T:
+    def collectively(self, action: list[Any], run: Callable[[int], _T]) -> _T:
         return run(self._core.log.now())
 
-    def agreed(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def bounded(self) -> contextlib.AbstractContextManager[None]:
+    def with_timeout(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def agreeing(hosts: OneHost | ReplicatedCore) -> Iterator[None]:
+def raise_on_all_hosts(hosts: SingleHost | ReplicatedCore) -> Iterator[None]:
     """If the block raises SnapshotError or OverloadedError on one host, all hosts raise one."""
     failure: SnapshotError | OverloadedError | None = None
     try:
         yield
     except (SnapshotError, OverloadedError) as error:
         failure = error
-    said = hosts.agreed(None if failure is None else str(failure))
+    said = hosts.all_gather(None if failure is None else str(failure))
     if failure is not None:
         raise failure
     for host, message in enumerate(said):

@@ -21,7 +21,7 @@ from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.errors import SnapshotError
 from jaxserve.engine.snapshot.files import RowsMissing
 from jaxserve.engine.snapshot.kv import NAMES
-from jaxserve.engine.snapshot.multi_host import OneHost, agreeing
+from jaxserve.engine.snapshot.multi_host import SingleHost, raise_on_all_hosts
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
@@ -68,7 +68,7 @@ class SavedKV:
         reader: Reader,
         *,
         pages: WritablePages,
-        hosts: OneHost | ReplicatedCore,
+        hosts: SingleHost | ReplicatedCore,
         with_drafts: bool = False,
     ) -> None:
         """It goes to `pages`, and `hosts` all restore it. `with_drafts`: KV of layers that draft is
@@ -166,16 +166,16 @@ class SavedKV:
         if not kv.fits(match, num_tokens, 0):
             return
         kv.allocate(table, match, num_tokens)
-        with self._hosts.bounded():
+        with self._hosts.with_timeout():
             carry_out()
         put_tokens = match.num_tokens
         try:
             for first in range(begin, num_pages, TRANSFER_PAGES):
                 stop = min(first + TRANSFER_PAGES, num_pages)
-                with agreeing(self._hosts):
+                with raise_on_all_hosts(self._hosts):
                     content = self._content(prefix, first, stop)
                 places = [TRASH_PAGE] * (done - first) + table.pages[max(first, done) : stop]
-                with self._hosts.bounded():
+                with self._hosts.with_timeout():
                     self._pages.write(places, content)
                 put_tokens = min(stop * page_size, num_tokens)
         finally:

@@ -21,7 +21,7 @@ from jaxserve.core.process.signals import interrupts_held
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.access import EngineAccess, states_of
 from jaxserve.engine.snapshot.files import SnapshotReader, SnapshotWriter, check_writable
-from jaxserve.engine.snapshot.multi_host import agreeing
+from jaxserve.engine.snapshot.multi_host import raise_on_all_hosts
 from jaxserve.engine.snapshot.restorer import Contents
 from jaxserve.kv.offload.stores import PageCorruptError
 
@@ -75,7 +75,7 @@ class Snapshots:
             self._write(directory if hosts.leads else None, requests.values(), with_kv, deadline_s)
 
         with interrupts_held():
-            hosts.jointly(["snapshot", with_kv], write)
+            hosts.collectively(["snapshot", with_kv], write)
 
     def join(self, action: list[Any], now_us: int) -> None:
         """Do what host 0 does, on a host that follows."""
@@ -99,20 +99,22 @@ class Snapshots:
         """
         self._engine.check_ready()
         action = ["restore", str(directory)]
-        restored = self._engine.hosts.jointly(action, lambda now: self._restore(directory, now))
+        restored = self._engine.hosts.collectively(
+            action, lambda now: self._restore(directory, now)
+        )
         return restored or []
 
     def _restore(self, directory: str | Path, now_us: int) -> list[Request]:
         """Adds the requests of a snapshot, which every host reads, with this time of arrival."""
         hosts = self._engine.hosts
-        with agreeing(hosts):
+        with raise_on_all_hosts(hosts):
             reader = SnapshotReader(directory)
             self._engine.facts.check_model(reader.facts)
-        if len(set(hosts.agreed(reader.checksum))) > 1:
+        if len(set(hosts.all_gather(reader.checksum))) > 1:
             raise SnapshotError(
                 f"{directory} has different snapshots on the hosts; give them all the same."
             )
-        with agreeing(hosts):
+        with raise_on_all_hosts(hosts):
             requests = self._engine.restorer.built(states_of(reader), now_us)
             usable = self._engine.facts.can_use_kv(reader.facts)
             kv = self._engine.saved(reader) if usable and reader.has("kv") else None
@@ -131,26 +133,26 @@ class Snapshots:
         give_up_s = math.inf if deadline_s is None else time.monotonic() + deadline_s
         core, hosts, facts = self._engine.core, self._engine.hosts, self._engine.facts
         writer: SnapshotWriter | None = None
-        with agreeing(hosts):
+        with raise_on_all_hosts(hosts):
             if directory is not None:
                 writer = SnapshotWriter(directory)
                 writer.add("requests", self._engine.states(requests))
                 writer.commit(facts.ours)
         if not with_kv:
             return
-        with hosts.bounded():
+        with hosts.with_timeout():
             self._engine.page_transfers.settle()
         sequences = [*core.scheduler.running, *core.scheduler.waiting]
         entries = self._engine.kv(sequences, cache=core.kv.prefix_caching)
         goes_on = True
         with contextlib.suppress(PageCorruptError, OSError):  # KV that is not saved is recomputed.
-            while hosts.agreed(goes_on)[0]:
-                with hosts.bounded():  # Its pages are read from the devices of all hosts.
+            while hosts.all_gather(goes_on)[0]:
+                with hosts.with_timeout():  # Its pages are read from the devices of all hosts.
                     entry = next(entries, None)
                 if entry is None:
                     break
                 goes_on = writer is None or _added(writer, *entry, give_up_s)
-        with agreeing(hosts):
+        with raise_on_all_hosts(hosts):
             if writer is not None:
                 writer.commit(facts.ours)
 

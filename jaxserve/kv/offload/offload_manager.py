@@ -175,7 +175,7 @@ class OffloadManager:
         return ended
 
     def _start(self, transfer: Transfer, timeout_us: int, staging: Any = None) -> None:
-        transfer.handle = handle = self._worker.move(
+        transfer.handle = handle = self._worker.submit(
             transfer.source, transfer.source_pages, transfer.target, transfer.target_pages, staging
         )
         transfer.deadline_us = handle.begun_us + timeout_us

@@ -131,7 +131,7 @@ class TransferQueue:
         self._ended: list[TransferHandle] = []
         self._closed = False
 
-    def move(
+    def submit(
         self,
         source: Tier,
         source_pages: Sequence[int],

@@ -134,7 +134,7 @@ class Hosts:
         return self._get(f"log/{number}", f"host 0 at step {number}", wait)
 
     @contextlib.contextmanager
-    def bounded(self) -> Iterator[None]:
+    def with_timeout(self) -> Iterator[None]:
         """For a block that waits for other hosts: if it takes too long, this process exits."""
         self._since = time.monotonic()
         try:
