@@ -141,7 +141,7 @@ class Runner:
 
     def pack(self, plan: StepPlan, step_id: int) -> PackedInputs:
         """Fixes a plan's uploads. Raises ProgramMissError when no program holds it."""
-        sampled = (*plan.decodes, *(chunk for chunk in plan.prefills if chunk.samples))
+        sampled = plan.sampled
         rows = self._sampler.rows(sampled)
         frozen = FrozenPlan.of(plan, self.shapes.kv_layout, self.shapes.trash_slot)
         return PackedInputs(step_id, plan, self._key(plan), frozen, sampled, rows)

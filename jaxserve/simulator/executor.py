@@ -124,9 +124,7 @@ class SimulatedExecutor:
     def read(self, step: SimulatedStep) -> StepResults:
         """Moves the clock to the end of a step."""
         self._clock.advance_to(step.ready_us)
-        sampled = tuple(
-            chunk for chunk in (*step.plan.decodes, *step.plan.prefills) if chunk.samples
-        )
+        sampled = step.plan.sampled
         if self._acceptance is not None:
             return self._verified(step, sampled)
         tokens = [[self._token_of(chunk.seq, chunk.output_index)] for chunk in sampled]

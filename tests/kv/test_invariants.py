@@ -26,12 +26,12 @@ def have_a_page_twice(bench: Bench) -> None:
 
 
 def forget_a_node(bench: Bench) -> None:
-    tree, kept = bench.manager.tree, bench.manager._states.next_to_evict()
+    tree, kept = bench.manager.tree, bench.manager.node_states.next_to_evict()
     tree._take_out(kept)
 
 
 def leak_below(bench: Bench) -> None:
-    bench.manager._states.tier_pools[Tier.HOST].allocate()
+    bench.manager.node_states.tier_pools[Tier.HOST].allocate()
 
 
 def keep_nothing(bench: Bench) -> None:
@@ -43,7 +43,7 @@ def keep_nothing(bench: Bench) -> None:
     "damage",
     [leak_a_page, count_twice, have_a_page_twice, forget_a_node, leak_below, keep_nothing],
 )
-def test_the_books_notice(tmp_path, damage):
+def test_the_invariants_notice(tmp_path, damage):
     with contextlib.closing(Bench(tmp_path, page_size=4, host_pages=4)) as bench:
         bench.leave(bench.run(OTHER[:8]))
         bench.manager.evict(1)

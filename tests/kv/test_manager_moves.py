@@ -207,7 +207,7 @@ def test_a_quarter_of_the_hosts_pages_could_always_be_taken(make):
     for _ in range(5):
         bench.poll(0)  # However often it looks while they are on the way.
     bench.settle()
-    host, disk = bench.manager._states.tier_pools.values()
+    host, disk = bench.manager.node_states.tier_pools.values()
     assert (host.num_used, host.num_spare, disk.num_used) == (16, 4, 4)
     assert bench.hit(PROMPT[:17]) == 16
 
@@ -234,7 +234,7 @@ def test_moves_come_to_rest_however_small_the_disk(make, disk_pages):
         bench.leave(bench.run(list(range(start, start + 10))))
         bench.manager.evict(10)
         bench.settle()
-    host, disk = bench.manager._states.tier_pools.values()
+    host, disk = bench.manager.node_states.tier_pools.values()
     assert disk.num_used == disk_pages
     assert host.num_spare == min(4, disk_pages)
 

@@ -454,7 +454,7 @@ def test_close_while_fetches_wait_for_a_buffer(bench):
 
 def test_moves_that_make_no_sense_are_refused(bench):
     staging = padded(payload_of(1))
-    move = bench.transfer_worker.move
+    move = bench.transfer_worker.submit
     for arguments, message in (
         ((DEVICE, [0], DEVICE, [1], staging), "within the device"),
         ((HOST, [0, 1], DISK, [0]), "2 source and 1 target"),

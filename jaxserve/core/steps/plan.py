@@ -93,6 +93,11 @@ class StepPlan:
         return self.num_decode_tokens + self.num_prefill_tokens
 
     @property
+    def sampled(self) -> tuple[ScheduledChunk, ...]:
+        """The chunks after which tokens are sampled: decodes first, as in the step."""
+        return (*self.decodes, *(chunk for chunk in self.prefills if chunk.samples))
+
+    @property
     def width(self) -> int:
         """Tokens of the widest decode."""
         return 1 + max((chunk.num_drafts for chunk in self.decodes), default=0)

@@ -1,6 +1,6 @@
 """Transfers KV pages between tiers in background threads.
 
-The one primitive is `TransferQueue.move`, which returns a `TransferHandle`. The device's KV pool
+The one primitive is `TransferQueue.submit`, which returns a `TransferHandle`. The device's KV pool
 is never touched here: a program gathers pages into a *staging* array before a transfer from the
 device, and another scatters it into the pool after a transfer to the device. The engine thread
 dispatches both, in order with its steps, so that no copy sees a partly written page and no step
@@ -42,7 +42,7 @@ class TransferState(enum.StrEnum):
 
 @dataclasses.dataclass(eq=False)
 class TransferHandle:
-    """Handle of one transfer, created by `TransferQueue.move`.
+    """Handle of one transfer, created by `TransferQueue.submit`.
 
     `begun_us` is when a thread began it (until then: when it was requested). None of its pages may
     be reused before it has ended (`ended_us`). `error` is the cause of a failure; the target pages
