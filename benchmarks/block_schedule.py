@@ -5,13 +5,13 @@
 The same sequences, `rows` to a step, answer greedily: row by row, in batches one after another; in
 blocks of `steps` steps; and in one large step of all of them. The tokens must be the same. Of each
 it prints the bytes of weights read for an output token, the output tokens a second, and the time
-that the policy's model (offline/offload_policy.py) gives them, from rates that are measured first,
-in the engine that goes row by row.
+that the policy's model (offline/offload_policy.py) gives them, from rates that are measured first.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,31 +54,35 @@ def main() -> None:
     rows, steps = options.rows, options.steps
     every = rows * steps
     cases = {"row by row": (rows, 1), f"block of {steps}": (rows, steps), "one step": (every, 1)}
-    found, problem = {}, None
-    for name, (step_rows, count) in cases.items():
-        settings: dict[str, Any] = {
-            "dtype": options.dtype,
-            "weights_on": "disk",
-            "steps_per_weight_read": count,
-            "max_num_seqs": step_rows * count,
-            "max_num_batched_tokens": step_rows * (1 + PROMPT),
-            "max_model_len": 256,
-            "page_size": 16,
-            "scheduler": "static",
-        }
-        with LLM(options.model, **settings) as llm:
-            if problem is None:
-                problem = measured(llm, options)
+    with load(options, every, 1) as llm:
+        problem = measured(llm, options, sorted({rows, every}))
+    found = {}
+    for name, case in cases.items():
+        with load(options, *case) as llm:
             found[name] = run(llm, every, options.tokens)
     report(options, cases, found, problem)
 
 
-def measured(llm: LLM, options: argparse.Namespace) -> Problem:
+def load(options: argparse.Namespace, rows: int, steps: int) -> LLM:
+    settings: dict[str, Any] = {
+        "dtype": options.dtype,
+        "weights_on": "disk",
+        "steps_per_weight_read": steps,
+        "max_num_seqs": rows * steps,
+        "max_num_batched_tokens": rows * (1 + PROMPT),
+        "max_model_len": 256,
+        "page_size": 16,
+        "scheduler": "static",
+    }
+    return LLM(options.model, **settings)
+
+
+def measured(llm: LLM, options: argparse.Namespace, sizes: list[int]) -> Problem:
     """The model of this machine: all layers on disk."""
     plan = llm.plan()
     placement = plan.shapes.placement
-    steps = step_rates.measure(llm.engine, options.rows, PROMPT + options.tokens)
-    links = link_rates.measure(plan.device, layer_file(plan.checkpoint, plan.shapes).path)
+    steps = step_rates.measure(llm.engine, sizes, PROMPT + options.tokens // 2)
+    links = link_rates.measure(plan.device, layer_file(plan.checkpoint, plan.shapes).path.parent)
     print(steps, links)
     return Problem(
         ModelBytes(
@@ -88,14 +92,8 @@ def measured(llm: LLM, options: argparse.Namespace) -> Problem:
             plan.memory.page_bytes // plan.config.page_size,
             plan.shapes.model.hidden_size * plan.shapes.dtype.itemsize,
         ),
-        PolicyRates(
-            **steps._asdict(),
-            host_to_disk=links.host_to_disk,
-            host_to_device=links.host_to_device,
-            device_to_host=links.device_to_host,
-            contention=links.contention,
-        ),
-        Lengths(PROMPT, options.tokens),
+        PolicyRates(**steps._asdict(), **links._asdict()),
+        Lengths.of(PROMPT * sizes[-1], [options.tokens] * sizes[-1]),
         MemoryCapacity(0, 0, 0),
     )
 
@@ -128,7 +126,8 @@ def report(
     total = options.rows * options.steps * options.tokens
     rows = []
     for name, one in found.items():
-        modelled = problem.seconds(*cases[name], on_disk)
+        chunk = (PROMPT * cases[name][0],)  # Of a step that is full.
+        modelled = dataclasses.replace(problem, prefill_tokens=chunk).seconds(*cases[name], on_disk)
         rows.append(
             (
                 name,

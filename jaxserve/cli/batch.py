@@ -231,8 +231,10 @@ def _summary(run: BatchRun, reads: WeightReads | None, chosen: ChosenOffload | N
             rows.append(
                 ("weights read an output token", size(reads.num_bytes / last.output_tokens))
             )
-    if chosen is not None:
-        rows.append(("output tokens/s as modelled", f"{chosen.tokens_per_s:,.1f}"))
+    if chosen is not None and run.output_tokens:
+        computed = last.prompt_tokens - run.cached_tokens
+        modelled = chosen.tokens_per_s_of(computed, run.output_tokens)
+        rows.append(("output tokens/s as modelled, of these lengths", f"{modelled:,.1f}"))
     return table(rows)
 
 

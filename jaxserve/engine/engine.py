@@ -52,6 +52,7 @@ from jaxserve.runtime.live_weights import LiveWeights
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.startup.start import StartupProgress, no_progress, start
+from jaxserve.runtime.weights.source import WeightSource
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 from jaxserve.text import Tokenizer
@@ -179,6 +180,11 @@ class Engine:
         """Whether any request is unfinished, or a dispatched step is not yet read; False once the
         engine has closed, has failed, or follows a host 0 that has closed its own."""
         return self._closed is None and self._core.has_work
+
+    @property
+    def weight_source(self) -> WeightSource | None:
+        """The owner of the model's parameters; None once the engine is closed."""
+        return self._runner and self._runner.weights
 
     @property
     def is_led(self) -> bool:

@@ -38,11 +38,11 @@ class BatchRun:
     """This process's part of a job, and its statistics.
 
     `totals` count the whole output as far as this host knows it, `done` and `cached_tokens` the
-    lines of this run. For each request `latency_us` has the time from its first step to its last,
-    and `token_us`, if it has several tokens, the mean time between them. `replicas` are those that
-    it ran on, at its end, if there were several. `complete` means that no line is left, here or on
-    another host. `started` and `ended` are Unix times, equal until `run`
-    has ended.
+    lines of this run. For each request `output_tokens` has the tokens of its answer, `latency_us`
+    the time from its first step to its last, and `token_us`, if it has several tokens, the mean
+    time between them. `replicas` are those that it ran on, at its end, if there were several.
+    `complete` means that no line is left, here or on another host. `started` and `ended` are Unix
+    times, equal until `run` has ended.
     """
 
     def __init__(self, job: BatchJob) -> None:
@@ -52,6 +52,7 @@ class BatchRun:
         self.done = 0
         self.timeline = Timeline()
         self.cached_tokens = 0
+        self.output_tokens = array("q")
         self.latency_us = array("q")
         self.token_us = array("q")
         self.complete = False
@@ -186,6 +187,7 @@ class BatchRun:
     def _counted(self, output: RequestOutput) -> RequestOutput:
         times = output.metrics
         self.cached_tokens += times.cached_tokens
+        self.output_tokens.append(sum(len(choice.token_ids) for choice in output.outputs))
         measured = None not in (times.finish_us, times.first_token_us, times.queue_us)
         if measured:  # Not of one that another replica has begun.
             self.latency_us.append(times.finish_us - times.arrival_us - times.queue_us)

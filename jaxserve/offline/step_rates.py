@@ -6,34 +6,43 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.offline.offload_policy import prefill_steps
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.runtime.weights.streamed import StreamedWeights
 
-MAX_DECODES = 6
-"""Steps of each kind, the first of which warms up."""
+MAX_DECODES = 8
+"""Of all sequences, the first of which warms up."""
+_PASSES = 3
 _SHORT = 16
+LEAST_CONTEXT = 2 * _SHORT
 
 
 class StepRates(NamedTuple):
-    """Seconds of computing, as in `offload_policy.Rates`, and bytes a second of reads."""
+    """As in `offload_policy.PolicyRates`."""
 
-    step_s: float
-    row_s: float
+    decode_s: dict[int, float]
     context_s: float
     prefill_s: float
     disk_to_host: float
+    contention: float
 
 
 class _Phase(NamedTuple):
-    """Seconds of computing of all prefills, and of a decode."""
+    """Seconds of a token of the prefills, padding included, and of a decode; those of a decode with
+    its waits for reads."""
 
     prefill_s: float
     decode_s: float
+    with_waits_s: float
 
 
 class _Measuring:
@@ -42,41 +51,72 @@ class _Measuring:
         self._ids = itertools.count()
         self._random = random.Random(0)
         self._vocab = engine.plan.info.model.vocab_size
+        self._sizes = engine.plan.shapes.buckets.prefill_tokens
 
     def phase(self, rows: int, prompt_tokens: int) -> _Phase:
         """Random prompts, so that none is cached, and a few decodes of all of them."""
-        params = SamplingParams(temperature=0, max_tokens=1 + MAX_DECODES, ignore_eos=True)
+        num_steps, padded = prefill_steps(rows * prompt_tokens, self._sizes)
+        max_tokens = 1 + num_steps + MAX_DECODES
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         for _ in range(rows):
             token_ids = [self._random.randrange(self._vocab) for _ in range(prompt_tokens)]
             prompt = TokenizedPrompt(None, token_ids)
             self._engine.add(f"measured-{next(self._ids)}", prompt, params)
         prefill_s, decodes, reads = 0.0, [], self._engine.weight_reads
+        started: set[str] = set()
         while self._engine.has_work:
+            prefills = len(started) < rows
             begin_s, stalled_s = time.perf_counter(), reads.stall_s
-            waiting = self._engine.scheduler.num_waiting
             touched = self._engine.step()
-            compute_s = time.perf_counter() - begin_s - (reads.stall_s - stalled_s)
-            if waiting or len(touched) < rows:
+            step_s = time.perf_counter() - begin_s
+            compute_s = step_s - (reads.stall_s - stalled_s)
+            started.update(request.request_id for request in touched)
+            if prefills:
                 prefill_s += compute_s
-            else:
-                decodes.append(compute_s)
-        return _Phase(prefill_s, statistics.median(decodes[1:]))
+            elif len(touched) == rows:
+                decodes.append((compute_s, step_s))
+        return _Phase(prefill_s / padded, *map(statistics.median, zip(*decodes[1:])))
 
 
-def measure(engine: Engine, rows: int, context: int) -> StepRates:
-    """Rates of an idle engine's steps with up to `rows` sequences, and contexts about `context`
-    tokens long; the time that steps wait for reads is left out. Takes as long as a few prompts."""
-    reads, measuring = engine.weight_reads, _Measuring(engine)
-    one = measuring.phase(1, _SHORT)
-    read_bytes, read_s = reads.num_bytes, reads.read_s
-    many = measuring.phase(rows, _SHORT)
-    length = max(2 * _SHORT, context)
+def longest_context(rows: int, chunk: int, num_tokens: int) -> int:
+    """The longest context that can be measured of so many sequences, if each may have `num_tokens`:
+    the first ones decode until the last ones have been prefilled, in steps of `chunk` tokens. Below
+    LEAST_CONTEXT nothing can be measured."""
+    return int((num_tokens - MAX_DECODES - 2) / (1 + rows / chunk))
+
+
+def measure(engine: Engine, sizes: Sequence[int], context: int) -> StepRates:
+    """Rates of an idle engine's steps with so many sequences, ascending, and contexts about
+    `context` tokens long: of steps that read no weights, of passes through the layers that compute
+    nothing, and of both at once. Takes as long as a few prompts. The engine must not be used
+    afterwards."""
+    weights: StreamedWeights = engine.weight_source
+    measuring, rows = _Measuring(engine), sizes[-1]
+    read_s, read_bytes = _read(weights, engine.plan.shapes.model.num_layers)
+    measuring.phase(rows, _SHORT)  # Warms up.
+    together = measuring.phase(rows, _SHORT)
+    weights.unread = True
+    short = {size: measuring.phase(size, _SHORT) for size in sizes}
+    length = max(LEAST_CONTEXT, context)
     long = measuring.phase(rows, length)
-    row_s = max(0.0, many.decode_s - one.decode_s) / max(1, rows - 1)
+    many_s = short[rows].decode_s
     return StepRates(
-        step_s=max(0.0, one.decode_s - row_s),
-        row_s=row_s,
-        context_s=max(0.0, long.decode_s - many.decode_s) / (rows * (length - _SHORT)),
-        prefill_s=long.prefill_s / (rows * length),
+        decode_s={size: phase.decode_s for size, phase in short.items()},
+        context_s=max(0.0, long.decode_s - many_s) / (rows * (length - _SHORT)),
+        prefill_s=long.prefill_s,
         disk_to_host=read_bytes / read_s,
+        contention=min(1.0, max(0.0, together.with_waits_s - many_s) / read_s),
     )
+
+
+def _read(weights: StreamedWeights, num_layers: int) -> tuple[float, float]:
+    """Seconds and bytes of a pass that reads all layers, and computes nothing."""
+    seconds, nothing = [], np.zeros(())
+    before = weights.reads.num_bytes
+    for _ in range(1 + _PASSES):
+        begin_s = time.perf_counter()
+        for layer in range(num_layers):
+            weights.take(slice(layer, layer + 1), nothing)
+        weights.end_step(nothing)
+        seconds.append(time.perf_counter() - begin_s)
+    return statistics.median(seconds[1:]), (weights.reads.num_bytes - before) / len(seconds)

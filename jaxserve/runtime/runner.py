@@ -82,6 +82,11 @@ class Runner:
         return 0 if streams else 1
 
     @property
+    def weights(self) -> WeightSource:
+        """The owner of the model's parameters."""
+        return self._state.weights
+
+    @property
     def weight_reads(self) -> WeightReads | None:
         """What streamed weights have read; None where all are resident."""
         return self._state.weights.reads

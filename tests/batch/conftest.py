@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from batch_files import prompts, write_lines
@@ -26,8 +26,8 @@ def batch_llm(llm_for) -> LLM:
 class Batch:
     """`jaxserve batch` as people run it, with the session's cache."""
 
-    def __init__(self, model: TinyModel) -> None:
-        settings = model.settings(model=model.path)
+    def __init__(self, model: TinyModel, **changes: Any) -> None:
+        settings = model.settings(model=model.path, **changes)
         self.settings = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         self._started: list[subprocess.Popen[str]] = []
 
@@ -63,11 +63,23 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def batch(llama, batch_llm) -> Iterator[Batch]:
+def batch_of() -> Iterator[Callable[..., Batch]]:
+    """Makes the command for a model, with other settings."""
+    made: list[Batch] = []
+
+    def make(model: TinyModel, **changes: Any) -> Batch:
+        made.append(Batch(model, **changes))
+        return made[-1]
+
+    yield make
+    for command in made:
+        command.kill()
+
+
+@pytest.fixture
+def batch(llama, batch_llm, batch_of) -> Batch:
     """The command; its programs are in the cache."""
-    command = Batch(llama)
-    yield command
-    command.kill()
+    return batch_of(llama)
 
 
 @pytest.fixture

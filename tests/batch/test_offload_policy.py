@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,8 @@ from jaxserve.offline.offload_policy import (
     PolicyRates,
     Problem,
 )
+from jaxserve.runtime.hardware.host_attention import HostRates
+from jaxserve.runtime.planning.host_attention import HostAttention, HostReads
 
 
 def grid(parts):
@@ -33,10 +37,13 @@ ON_DEVICE = [(1.0, 0.0, 0.0)]
 ENDS = [*grid(1), (0.5, 0.5, 0.0)]
 
 
-def problem(capacity, rates, lengths=(16, 8)):
+def problem(capacity, rates, lengths=(16, 8), **more):
+    """`rates`: seconds of a decode step and of each row of it, then as PolicyRates has them."""
+    step_s, row_s, *rates = rates
+    decode_s = {rows: step_s + rows * row_s for rows in (1, 2, 4)}
     model = ModelBytes(layers=8, layer=1000, outside=500, kv_token=10, activation_token=4)
-    held = MemoryCapacity(*capacity)
-    return Problem(model, PolicyRates(*rates), Lengths(*lengths), held, work_bytes=7)
+    held, rates = MemoryCapacity(*capacity), PolicyRates(decode_s, *rates)
+    return Problem(model, rates, Lengths(*lengths), held, work_bytes=7, **more)
 
 
 def brute_force(problem, rows, steps, weights, others):
@@ -61,11 +68,20 @@ rates_of = st.tuples(*[second] * 4, *[per_second] * 4, st.floats(0, 1))
 
 
 @settings(deadline=None, max_examples=15)
-@given(st.tuples(bytes_of, bytes_of, bytes_of), rates_of, st.integers(1, 4), st.integers(1, 4))
-def test_no_point_of_the_grid_is_better(capacity, rates, rows, steps):
-    """Whatever the machine: the program's time is at most that of the best point, what it found
-    fits, and it finds something wherever the grid does."""
-    one = problem(capacity, rates)
+@given(
+    st.tuples(bytes_of, bytes_of, bytes_of),
+    rates_of,
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 9), max_size=9),
+)
+def test_no_point_of_the_grid_is_better(capacity, rates, rows, steps, outputs):
+    """Whatever the machine and the job: the program's time is at most that of the best point, what
+    it found fits, and it finds something wherever the grid does."""
+    job = {"prefill_tokens": (8, 32), "host_kv": lambda *step: (1e-6 * step[2], 1e-5, 1e-4)}
+    one = problem(capacity, rates, **(job if outputs else {}))
+    if outputs:
+        one = dataclasses.replace(one, lengths=Lengths.of(16 * len(outputs), outputs))
     policy, best = one.solve(rows, steps), brute_force(one, rows, steps, grid(2), ENDS)
     if policy is None:
         assert best is None
@@ -103,6 +119,55 @@ def test_larger_blocks_share_reads_until_computing_takes_longer():
         assert policy.token_s == pytest.approx(expected, rel=1e-3)
     fastest = one.best([1], [1, 2, 4, 8, 16], never=on_disk)
     assert fastest.token_s == pytest.approx(step_s, rel=0.01)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 8))
+def test_the_decodes_of_a_job_are_those_of_an_engine_that_refills(outputs, most):
+    """One after another: as many sequences as run at once, each of which has as many decodes as
+    tokens after its first."""
+    waiting, running, expected = [length - 1 for length in outputs], [], Counter()
+    while waiting or running:
+        while waiting and len(running) < most:
+            running.append(waiting.pop(0))
+            running = [left for left in running if left]
+        expected[len(running)] += 1
+        running = [left - 1 for left in running if left > 1]
+    expected.pop(0, None)
+    assert Lengths.of(0, outputs).decodes(most) == expected
+
+
+def test_prompts_take_as_many_passes_as_their_tokens_fill_steps():
+    """All weights on disk, so that a pass takes a read, or what it computes: five prompts of 16
+    tokens, in steps of at most 32, one of which is padded to 16."""
+    read_s = 0.08
+    one = problem((0, 0, 0), (0, 0, 0, 1e-3, 1e5, 1e5, 1e9, 1e9, 0), prefill_tokens=(16, 32))
+    shares = {(kind, tier): float(tier == "device") for kind in KINDS for tier in TIERS}
+    shares |= {("weights", "device"): 0.0, ("weights", "disk"): 1.0}
+    one = dataclasses.replace(one, lengths=Lengths.of(5 * 16, [1] * 5))
+    assert one.seconds(4, 2, shares) == pytest.approx(2 * read_s / 5, rel=1e-3)
+    slow = dataclasses.replace(one, rates=dataclasses.replace(one.rates, prefill_s=0.01))
+    assert slow.seconds(4, 2, shares) == pytest.approx(0.01 * (2 * 32 + 16) / 5)
+
+
+def test_kv_on_the_host_costs_what_the_engine_chooses():
+    """Decodes send their queries, and wait for the host; chunks of a prompt copy pages, while the
+    device computes. Without a choice all pages would be copied."""
+    reads = HostReads(num_layers=8, heads=4, head_dim=16, itemsize=4, token_bytes=1024)
+    rates = HostRates(to_device=1e8, to_host=1e8, decode=1e9, chunk=2e9)
+    attention = HostAttention(reads, rates, max_model_len=8192)
+    assert attention.sends_queries(2, 0) and not attention.sends_queries(0, 512)
+    host_kv = attention.seconds
+    one = problem((0, 0, 0), (1e-3, 0, 0, 1e-6, *[1e12] * 4, 0), prefill_tokens=(512,))
+    one = dataclasses.replace(one, lengths=Lengths.of(4 * 1536, [2] * 4), host_kv=host_kv)
+    shares = {(kind, tier): float(tier == "device") for kind in KINDS for tier in TIERS}
+    shares |= {("kv", "device"): 0.5, ("kv", "host"): 0.5}
+    context = 1537
+    to_device, to_host, host = reads.seconds(rates, True, 2, 0, context)
+    decode_s = max(0.5 * to_device, 0.5 * to_host, 1e-3 + 0.5 * host)
+    # The second and third chunk of each prompt.
+    prefill_s = 0.5 * 4 * reads.page_bytes(512 + 1024) / rates.to_device
+    modelled = 8 * one.seconds(2, 1, shares)
+    assert modelled == pytest.approx(prefill_s + 2 * decode_s, rel=1e-3)
 
 
 def test_nothing_fits():

@@ -25,6 +25,9 @@ from jaxserve.offline.offload_policy import (
 from jaxserve.runtime.startup import engine_plan
 
 LAYERS = 7
+RATES = PolicyRates(
+    {rows: 1e-3 + rows * 1e-4 for rows in (1, 2, 4)}, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def test_no_more_is_held_than_the_policy_says(model, layers, kv, rows, steps):
     ).shapes.placement
     one = Problem(
         ModelBytes(LAYERS, max(placement.layer_bytes), placement.outside_bytes, 512, 256),
-        PolicyRates(1e-3, 1e-4, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5),
+        RATES,
         Lengths(64, 32),
         MemoryCapacity(1e9, 1e9, 1e9),
     )
@@ -82,14 +85,14 @@ def test_the_settings_fit_where_the_policy_alone_would_not(model):
     options = dataclasses.replace(options, memory_utilization=device / memory.limit_bytes)
     problem = Problem(
         ModelBytes(LAYERS, layer, placement.outside_bytes, 512, 256),
-        PolicyRates(1e-3, 1e-4, 1e-7, 1e-4, 1e6, 1e6, 1e7, 1e7, 0.5),
+        RATES,
         Lengths(64, 32),
         MemoryCapacity(device, 0, 1e12),
     )
     sizes = [1, 2, 4]
     first = carried_out(options, problem, problem.best(sizes, [1, 2, 4, 8, 16], ()))
     assert not engine_plan.decide(first.engine).memory.fits
-    chosen = fastest(options, problem, 4)
+    chosen = fastest(options, problem)
     assert engine_plan.decide(chosen.engine).memory.fits
     assert chosen.engine.weights_on == "disk"
     assert chosen.policy.token_s >= first.policy.token_s

@@ -319,5 +319,5 @@ def test_what_it_does_not_combine_with_is_refused_by_name(refused):
 )
 def test_models_without_full_attention_are_refused(tmp_path, member, why):
     path = TinyModel.write_member(tmp_path, member).path
-    with pytest.raises(ConfigError, match=rf"kv_on is 'host', but .*{why}"):
+    with pytest.raises(ConfigError, match=rf"kv_on is 'host', but .*{why}.*context_parallel_size"):
         engine_plan.plan_engine(EngineConfig(path, kv_on="host"))

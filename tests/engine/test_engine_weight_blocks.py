@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 from exhaustive import combination, exhaustive
 from hypothesis import given, settings
@@ -65,6 +68,18 @@ def test_any_arrivals(deep, checked, drawn):
     ]
     for output, (index, count, *_) in zip(drive(checked.engine, arrivals), drawn):
         assert output.outputs[0].token_ids == tuple(deep.answer(index, count, True))
+
+
+def test_reads_that_are_slow_and_short_change_nothing(deep, checked, monkeypatch):
+    preadv = os.preadv
+
+    def slow(file, views, offset):
+        time.sleep(1e-4)
+        return preadv(file, [views[0][:5000]], offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    for output in drive(checked.engine, [Arrival(prompt, GREEDY) for prompt in deep.prompts[3:8]]):
+        deep.check_greedy(output)
 
 
 def test_a_block_of_eight_reads_an_eighth(deep):

@@ -251,6 +251,22 @@ def test_waiting_for_a_read_is_a_stall(file, monkeypatch):
     assert 0.5 < weights.reads.stall_share <= 1
 
 
+def test_measurements_take_layers_unread(weights, monkeypatch):
+    """After those that the window has already; each has its own shapes."""
+
+    def failing(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    run_step(weights)
+    weights.unread = True
+    for _ in range(3):
+        for number in range(4):
+            (params,) = weights.take(slice(number, number + 1), X)
+            assert shapes(params) == shapes(layer(number))
+        weights.end_step(X)
+        monkeypatch.setattr(os, "preadv", failing)
+
+
 def test_a_read_that_hangs_is_logged(file, monkeypatch, caplog):
     preadv, go_on = os.preadv, threading.Event()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
-import statistics
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.arguments.options import EngineOptions, load
@@ -14,6 +14,8 @@ from jaxserve.core.process.cache_dir import cache_directory
 from jaxserve.core.process.tables import table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jaxserve.core.settings.chat_settings import ChatSettings
     from jaxserve.llm import LLM
     from jaxserve.offline.job import BatchJob
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _LINES = 64
 """Lines of the job whose lengths count."""
+_MOST_SEQUENCES = 4096
+"""Of a longer job; how it ends matters less."""
 _MAX_ROWS = 16
 _MAX_STEPS = 16
 
@@ -38,6 +42,15 @@ class ChosenOffload:
         """Output tokens a second, as modelled."""
         return 1 / self.policy.token_s
 
+    def tokens_per_s_of(self, prompt_tokens: int, outputs: Sequence[int]) -> float:
+        """The same for a job with these lengths, in place of those that were expected: with so many
+        tokens in all prompts, and these in the answers."""
+        from jaxserve.offline.offload_policy import Lengths
+
+        problem = dataclasses.replace(self.problem, lengths=Lengths.of(prompt_tokens, outputs))
+        policy = self.policy
+        return 1 / problem.seconds(policy.rows, policy.steps, policy.shares)
+
     def __str__(self) -> str:
         shares = {
             name: ", ".join(
@@ -48,6 +61,7 @@ class ChosenOffload:
             for kind, name in (("weights", "layers"), ("kv", "KV"), ("activations", "activations"))
         }
         rates = self.problem.rates
+        decodes = rates.decode_s.items()
         return table(
             [
                 ("OFFLOAD", ""),
@@ -58,8 +72,7 @@ class ChosenOffload:
                 ("mean tokens of prompts", f"{self.problem.lengths.prompt:,.0f}"),
                 ("mean tokens of answers, at most", f"{self.problem.lengths.output:,.0f}"),
                 ("measured: reads", f"{size(rates.disk_to_host)}/s"),
-                ("measured: a decode of one", f"{1e3 * (rates.step_s + rates.row_s):,.1f} ms"),
-                ("measured: another row", f"{1e3 * rates.row_s:,.2f} ms"),
+                *((f"measured: a decode of {n}", f"{1e3 * s:,.1f} ms") for n, s in decodes),
                 ("measured: prefill of a token", f"{1e3 * rates.prefill_s:,.2f} ms"),
                 ("measured: computing lost to reads", f"{rates.contention:.0%}"),
             ]
@@ -80,15 +93,20 @@ def choose(
                 f"offload is 'auto', which decides {name}, but that is {given!r}; leave one of "
                 "them out."
             )
-    rows = min(_MAX_ROWS, engine.max_num_seqs or _MAX_ROWS)
-    probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows)
+    rows = _sizes(min(_MAX_ROWS, engine.max_num_seqs or _MAX_ROWS))
+    probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows[-1])
     with load(probe) as llm:
         problem = _problem(llm, job, names, chat, rows)
-    return fastest(engine, problem, rows)
+    return fastest(engine, problem)
 
 
-def fastest(engine: EngineOptions, problem: Problem, rows: int) -> ChosenOffload:
-    """The settings of the fastest policy that fit. `rows`: most sequences of a step.
+def _sizes(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
+
+
+def fastest(engine: EngineOptions, problem: Problem) -> ChosenOffload:
+    """The settings of the fastest policy that fit, with a number of sequences in a step that was
+    measured.
 
     State and programs of an engine grow with its sequences, and pages are whole, which the problem
     does not know: what the plan of the settings needs beyond the memory is added to its work.
@@ -96,11 +114,9 @@ def fastest(engine: EngineOptions, problem: Problem, rows: int) -> ChosenOffload
     """
     from jaxserve.runtime.startup import engine_plan
 
-    sizes = [1 << power for power in range(rows.bit_length())]
-    steps = [1 << power for power in range(_MAX_STEPS.bit_length())]
-    never = _never(engine, problem)
+    never, rows = _never(engine, problem), [*problem.rates.decode_s]
     while True:
-        chosen = carried_out(engine, problem, problem.best(sizes, steps, never))
+        chosen = carried_out(engine, problem, problem.best(rows, _sizes(_MAX_STEPS), never))
         memory = engine_plan.decide(chosen.engine).memory
         if memory.fits:
             return chosen
@@ -109,43 +125,47 @@ def fastest(engine: EngineOptions, problem: Problem, rows: int) -> ChosenOffload
 
 
 def _problem(
-    llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings, rows: int
+    llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings, rows: Sequence[int]
 ) -> Problem:
     from jaxserve.offline import step_rates
     from jaxserve.offline.offload_policy import MemoryCapacity, ModelBytes, PolicyRates, Problem
     from jaxserve.runtime.hardware import link_rates
     from jaxserve.runtime.hardware.device_memory import host_memory
+    from jaxserve.runtime.programs.shapes.host_kv import HostKVShapes
     from jaxserve.runtime.startup.loading import layer_file
 
     plan, lengths = llm.plan(), _lengths(llm, job, names, chat)
-    placement, memory, config = plan.shapes.placement, plan.memory, plan.config
+    shapes, memory, config = plan.shapes, plan.memory, plan.config
+    placement = shapes.placement
     if not placement.streamed:
         raise ConfigError(
             f"offload is 'auto', but the model has only {len(placement.layer_bytes)} layers, which "
             "a window of two holds; leave offload out."
         )
-    longest = config.max_model_len - 2 * step_rates.MAX_DECODES
-    in_pool = (memory.num_pages - 2) // rows * config.page_size - 2 * step_rates.MAX_DECODES
-    context = max(1, min(round(lengths.prompt + lengths.output / 2), longest, in_pool))
+    prefill_tokens = shapes.buckets.prefill_tokens
+
+    def longest(count: int) -> int:
+        in_pool = (memory.num_pages - 2) // count * config.page_size
+        room = min(config.max_model_len, in_pool)
+        return step_rates.longest_context(count, prefill_tokens[-1], room)
+
+    rows = [count for count in rows if longest(count) >= step_rates.LEAST_CONTEXT] or [1]
+    context = max(1, min(round(lengths.prompt + lengths.output / 2), longest(rows[-1])))
     steps = step_rates.measure(llm.engine, rows, context)
-    links = link_rates.measure(plan.device, layer_file(plan.checkpoint, plan.shapes).path)
-    model = plan.shapes.model
-    itemsize = plan.shapes.dtype.itemsize
+    links = link_rates.measure(plan.device, layer_file(plan.checkpoint, shapes).path.parent)
+    host_kv = None
+    if not memory.host_is_device:
+        sizes = shapes.layouts, shapes.kv, 1, plan.device
+        host_kv = HostKVShapes(config, shapes.local_model, *sizes).attention.seconds
     return Problem(
         ModelBytes(
             layers=len(placement.layer_bytes),
             layer=max(placement.layer_bytes),
             outside=placement.outside_bytes,
             kv_token=memory.page_bytes // config.page_size,
-            activation_token=model.hidden_size * itemsize,
+            activation_token=shapes.model.hidden_size * shapes.dtype.itemsize,
         ),
-        PolicyRates(
-            **steps._asdict(),
-            host_to_disk=links.host_to_disk,
-            host_to_device=links.host_to_device,
-            device_to_host=links.device_to_host,
-            contention=links.contention,
-        ),
+        PolicyRates(**steps._asdict(), **links._asdict()),
         lengths,
         MemoryCapacity(
             device=memory.limit_bytes,
@@ -153,11 +173,14 @@ def _problem(
             disk=_free_on_disk() + memory.disk_weights_bytes,
         ),
         work_bytes=memory.state_bytes + memory.scratch_bytes,
+        prefill_tokens=prefill_tokens,
+        host_kv=host_kv,
     )
 
 
 def _lengths(llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings) -> Lengths:
-    """Means of the first lines. Of answers they are the most that may be generated."""
+    """Those of the first lines, again and again until there are as many as in the job. Of answers
+    they are the most that may be generated."""
     from jaxserve.offline.offload_policy import Lengths
     from jaxserve.offline.windows import lengths
 
@@ -167,8 +190,9 @@ def _lengths(llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings
             f"offload is 'auto', but none of the first {_LINES} lines is valid, so that nothing is "
             "known of their lengths; leave offload out."
         )
-    prompts, outputs = zip(*found)
-    return Lengths(statistics.mean(prompts), max(1.0, statistics.mean(outputs)))
+    count = len(found) * job.num_left() // min(_LINES, len(job.lines))
+    some = [*itertools.islice(itertools.cycle(found), max(1, min(count, _MOST_SEQUENCES)))]
+    return Lengths.of(sum(prompt for prompt, _ in some), [output for _, output in some])
 
 
 def _never(engine: EngineOptions, problem: Problem) -> set[tuple[str, str]]:

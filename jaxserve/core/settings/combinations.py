@@ -114,6 +114,7 @@ EXCLUSIONS = (
         "kv_on",
         ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
         "it is for one device",
+        "let the pools of more devices hold the KV",
     ),
     Exclusion(
         "kv_compression",

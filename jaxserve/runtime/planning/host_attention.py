@@ -8,8 +8,18 @@ InstInfer, 2409.04992).
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from jaxserve.runtime.hardware.host_attention import HostRates
+
+
+class HostSeconds(NamedTuple):
+    """Time of a step's attention to pages on the host: of copies to the device and to the host, and
+    of what the host computes."""
+
+    to_device: float
+    to_host: float
+    attention: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +48,50 @@ class HostReads:
     def _results(self, tokens: int) -> int:
         return self._queries(tokens) + self.num_layers * tokens * self.heads * 4
 
+    def seconds(
+        self, rates: HostRates, by_queries: bool, decodes: int, chunk: int, host_tokens: int
+    ) -> HostSeconds:
+        """Of a step of some decodes and a chunk of prefill tokens, each after as many tokens on the
+        host. The device's own attention takes none: it is faster than any link."""
+        if not by_queries:
+            rows = decodes + (chunk > 0)
+            return HostSeconds(self.page_bytes(rows * host_tokens) / rates.to_device, 0.0, 0.0)
+        tokens = decodes + chunk
+        return HostSeconds(
+            self._results(tokens) / rates.to_device,
+            self._queries(tokens) / rates.to_host,
+            self.page_bytes(host_tokens) * (decodes / rates.decode + chunk / rates.chunk),
+        )
+
     def favour_queries(
         self, rates: HostRates | None, decodes: int, chunk: int, host_tokens: int
     ) -> bool:
-        """Whether a step of some decodes and a chunk of prefill tokens, each after as many tokens
-        on the host, takes less time if queries go to the host. The device's own attention takes
-        none: it is faster than any link. Without `rates` the host is the device, which need
-        not copy any."""
+        """Whether such a step takes less time if queries go to the host. Without `rates` the host
+        is the device, which need not copy any."""
         if rates is None:
             return True
-        tokens, rows = decodes + chunk, decodes + (chunk > 0)
-        pages_s = self.page_bytes(rows * host_tokens) / rates.to_device
-        copies_s = self._queries(tokens) / rates.to_host + self._results(tokens) / rates.to_device
-        attention_s = self.page_bytes(host_tokens) * (decodes / rates.decode + chunk / rates.chunk)
-        return copies_s + attention_s < pages_s
+        queries, pages = (
+            sum(self.seconds(rates, by_queries, decodes, chunk, host_tokens))
+            for by_queries in (True, False)
+        )
+        return queries < pages
+
+
+@dataclasses.dataclass(frozen=True)
+class HostAttention:
+    """The way that steps of each size go, for a context of half of `max_model_len`, and the time
+    that they take so."""
+
+    reads: HostReads
+    rates: HostRates | None
+    max_model_len: int
+
+    def sends_queries(self, decodes: int, chunk: int) -> bool:
+        """Whether steps of so many decodes and prefill tokens send queries."""
+        return self.reads.favour_queries(self.rates, decodes, chunk, self.max_model_len // 2)
+
+    def seconds(self, decodes: int, chunk: int, host_tokens: int) -> HostSeconds:
+        """Of such a step, each of whose decodes and prefill tokens comes after as many tokens on
+        the host. Needs `rates`."""
+        by_queries = self.sends_queries(decodes, chunk)
+        return self.reads.seconds(self.rates, by_queries, decodes, chunk, host_tokens)

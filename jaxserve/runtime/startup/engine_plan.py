@@ -292,7 +292,8 @@ def _check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
         which = "keeps latents" if model.mla else "has layers with a sliding window"
         raise ConfigError(
             f"kv_on is 'host', but {model.architecture} {which}; it is for models all of whose "
-            "layers attend to the whole context. Leave kv_on out."
+            "layers attend to the whole context. Leave kv_on out; context_parallel_size divides "
+            "the KV of a sequence over the pools of several devices."
         )
     for name, value in (("host_attention", "enabled"), ("kv_compression", "sparf")):
         if getattr(config, name) == value and host_device() is None:

@@ -28,6 +28,9 @@ class LayerStore(Protocol):
         """A layer's parameters on the devices. `slot`: its place in the window, whose last layer
         nothing uses any more. Raises WeightsError when it cannot be read."""
 
+    def load_unread(self, layer: int, slot: int) -> Params:
+        """As `load`, but nothing is read from disk: the values are whatever is in the place."""
+
     def close(self) -> None: ...
 
 
@@ -52,6 +55,9 @@ class HostLayerStore:
 
     def load(self, layer: int, slot: int) -> Params:
         return self._layouts[layer].unpack(self._buffers[layer])
+
+    def load_unread(self, layer: int, slot: int) -> Params:
+        return self.load(layer, slot)
 
     def close(self) -> None:
         self._buffers.clear()
@@ -151,6 +157,9 @@ class FileStore:
 
     def load(self, layer: int, slot: int) -> Params:
         return self._load(layer, self._buffers[slot])
+
+    def load_unread(self, layer: int, slot: int) -> Params:
+        return self._layouts[layer].unpack(self._buffers[slot])
 
     def load_to_stay(self, layer: int) -> Params:
         """A layer outside the window."""

@@ -44,6 +44,9 @@ class StreamedWeights:
     ) -> None:
         """`staying` are the other layers, by number. A window of one layer reads nothing ahead."""
         self.outside_layers = outside_layers
+        self.unread = False
+        """Whether layers are taken as they are in the window, unread: for measurements of what
+        steps compute meanwhile, after which nothing else may use these weights."""
         self.reads = WeightReads(tier)
         self._staying = staying
         self._order = order
@@ -143,7 +146,8 @@ class StreamedWeights:
                 return
             begin_s = time.perf_counter()
             try:
-                params = self._store.load(layer, slot)
+                load = self._store.load_unread if self.unread else self._store.load
+                params = load(layer, slot)
             except Exception as error:
                 self._read.put(error)
                 return

@@ -13,7 +13,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.runtime.hardware.host_attention import host_device, measure
-from jaxserve.runtime.planning.host_attention import HostRates, HostReads
+from jaxserve.runtime.planning.host_attention import HostAttention, HostRates, HostReads
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.shapes.kv import KVShapes
 from pallas_kernels.paged_attention import PageLayout
@@ -76,23 +76,26 @@ class HostKVShapes:
         one = self.kv.pages_of(self.model, 1)
         return measure(self.device, one, self.model.num_heads, self._dtype)
 
+    @property
+    def attention(self) -> HostAttention:
+        """The faster way of steps, by the rates."""
+        return HostAttention(self.reads, self.rates, self.config.max_model_len)
+
     def sends_queries(self, key: ProgramKey) -> bool:
-        """Whether such a step sends its queries to the host. One that does not copies the pages.
-        Where it is to be found out, what counts is a context of half of `max_model_len`."""
+        """Whether such a step sends its queries to the host. One that does not copies the
+        pages."""
         return key in self._senders
 
     @functools.cached_property
     def _senders(self) -> set[ProgramKey]:
-        way, tokens = self.config.host_attention, self.config.max_model_len // 2
+        way = self.config.host_attention
         if way == "disabled" or self.host is None:
             return set()
         if way == "enabled":
             return {*self.layouts}
-        reads, rates = self.reads, self.rates
+        attention = self.attention
         return {
-            key
-            for key in self.layouts
-            if reads.favour_queries(rates, key.rows, key.prefill_tokens, tokens)
+            key for key in self.layouts if attention.sends_queries(key.rows, key.prefill_tokens)
         }
 
     @functools.cached_property
