@@ -66,8 +66,6 @@ def main() -> None:
                 begin = time.monotonic()
                 answers.append(complete_all(url, bodies))
                 seconds[way].append(time.monotonic() - begin)
-    if any(answer != answers[0] for answer in answers):
-        raise SystemExit("the answers differ")
     tokens = args.requests * args.tokens
     best = {way: min(times) for way, times in seconds.items()}
     print_table(
@@ -90,6 +88,9 @@ def main() -> None:
         ("", "median ms a request"),
         [("an engine", engine_ms), ("a router of one replica", router_ms), ("added", added_ms)],
     )
+    num_other = sum(one != other for each in answers for one, other in zip(each, answers[0]))
+    if num_other:
+        raise SystemExit(f"{num_other} of {len(answers) * args.requests} answers are other ones")
 
 
 def _alone_ms(model: str, prompts: list[list[int]]) -> tuple[float, float, float]:
