@@ -70,8 +70,6 @@ def main() -> None:
                 begin = time.monotonic()
                 answers.append(complete_all(url, bodies))
                 seconds[way].append(time.monotonic() - begin)
-    if any(answer != answers[0] for answer in answers):
-        raise SystemExit("the answers differ")
     tokens = args.requests * args.tokens
     best = {way: min(times) for way, times in seconds.items()}
     print_table(
@@ -99,6 +97,9 @@ def main() -> None:
             ("two calls of Ray alone", ray_ms),
         ],
     )
+    num_other = sum(one != other for each in answers for one, other in zip(each, answers[0]))
+    if num_other:
+        raise SystemExit(f"{num_other} of {len(answers) * args.requests} answers are other ones")
 
 
 class Idle:

@@ -345,16 +345,20 @@ class AsyncEngine:
         self._thread.call(lambda: self._unclaimed.pop(request_id, None))
 
     async def export_request(
-        self, request_id: str, with_kv: bool = True, start: int | None = None
+        self,
+        request_id: str,
+        with_kv: bool = True,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> list[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine; it runs on here
-        until `abort`. With `start` the KV of one stage, as `Migration.export_request`. What the
-        prompts of two steps have computed is read while steps continue, as far as device memory is
-        free for copies of it and no page is on a lower tier; else all is read between two steps,
-        which takes as long as its bytes take from the devices to memory.
+        until `abort`. With `start` and `stop` the KV of one stage, as `Migration.export_request`.
+        What the prompts of two steps have computed is read while steps continue, as far as device
+        memory is free for copies of it and no page is on a lower tier; else all is read between two
+        steps, which takes as long as its bytes take from the devices to memory.
         Raises as `LLM.export_request`."""
         parts = await self._thread.result_of(
-            lambda: self._engine.migration.begin_export(request_id, with_kv, start)
+            lambda: self._engine.migration.begin_export(request_id, with_kv, start, stop)
         )
         return await asyncio.to_thread(list, parts)
 

@@ -101,7 +101,7 @@ class OpenRequests:
     def abort(self, request_id: str) -> None:
         request = self._open.get(request_id)
         if request is not None:
-            request.routed.aborted = True
+            request.abort()
             if request.replica is not None:
                 self._tasks.spawn(ignore_lost(request.replica.client.abort(request.sent_as)))
 
@@ -112,7 +112,7 @@ class OpenRequests:
                 continue  # It has ended.
             replica, name = request.replica, request.sent_as
             self._end(request)
-            request.routed.aborted = True
+            request.abort()
             if replica is not None:
                 self._tasks.spawn(ignore_lost(replica.client.abort(name)))
 
@@ -125,7 +125,8 @@ class OpenRequests:
     def redispatch(self, lost: SequenceOf[OpenRequest]) -> None:
         """Dispatch the requests of a lost replica to others, with the tokens that they have."""
         for request in lost:
-            request.replica, request.immovable = None, False
+            request.leave()
+            request.immovable = False
             request.routed.lose()
             if request.routed.num_losses >= MAX_LOSSES:
                 name = request.routed.added.request_id
@@ -133,7 +134,8 @@ class OpenRequests:
                     request,
                     EngineClosedError(
                         f"request {name!r} was given up after {MAX_LOSSES} replicas were lost with "
-                        "it; see the log."
+                        "it, and may be what ends them; before you send it again, see the server's "
+                        "log for why each was lost."
                     ),
                 )
             else:
@@ -144,24 +146,29 @@ class OpenRequests:
     def hold(self, left: SequenceOf[OpenRequest]) -> None:
         """The process of a replica is replaced, which resumes these requests."""
         for request in left:
-            request.replica = None
+            request.leave()
             request.routed.rewind()
 
-    async def resume_in(self, replica: RoutedReplica, request: OpenRequest, parts: Any) -> bool:
-        """Send a request that was held to a replica, with the exported KV that it has, if any; or
+    async def resume_in(
+        self, replica: RoutedReplica, request: OpenRequest, pieces: SequenceOf[Any]
+    ) -> bool:
+        """Send a request that was held to a replica, with the exported pieces of its KV, if any; or
         anywhere, if that replica is lost. Whether its KV is there."""
         if not self._is_open(request):
             return False
         name, num_tokens = self._next_name(request), 0
-        if parts is not None:
+        for parts in pieces:
             try:
                 async with asyncio.timeout(COPY_S):
                     num_tokens = await replica.client.stage_request(parts, name)
             except Exception as error:
-                _log.warning("the KV of a request is computed again: %r", error)
+                _log.warning("KV of a request is computed again: %r", error)
+                break
             if not self._is_open(request):
-                await ignore_lost(replica.client.unstage_request(name))
-                return False
+                break
+        if not self._is_open(request):
+            await ignore_lost(replica.client.unstage_request(name))
+            return False
         if replica.state != "ready":
             self._route(request)
             return False
@@ -276,7 +283,7 @@ class OpenRequests:
         sent: AddRequest | RequestSnapshot,
         pull: PrefixPull | None = None,
     ) -> None:
-        request.replica, request.sent_as = replica, name
+        request.enter(replica, name)
         replica.requests[name] = request
         replica.load.add(name, request.routed.demand)
         if replica.load.role == "prefill":
@@ -300,7 +307,7 @@ class OpenRequests:
 
     def _leave(self, request: OpenRequest) -> None:
         """A request is no longer with its replica."""
-        replica, request.replica = request.replica, None
+        replica = request.leave()
         assert replica is not None
         del replica.requests[request.sent_as]
         replica.load.remove(request.sent_as)

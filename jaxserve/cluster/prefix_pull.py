@@ -48,7 +48,7 @@ class PrefixPull:
         except Exception as error:  # Also TimeoutError: it hangs.
             self._pulls.failed()
             places = f"{self._source.index} to {self._destination.index}"
-            _log.warning("a prefix did not come from replica %s: %r", places, error)
+            _log.warning("a prefix is computed, it did not come from replica %s: %r", places, error)
         finally:
             self._load.num_pulled -= 1
 
@@ -56,11 +56,11 @@ class PrefixPull:
         pull, pulls, source = self._pull, self._pulls, self._source.client
         start, stop = pull.span(self._page_size)
         compute_us = await self._destination.client.prefill_us(start, stop)
-        has_room = self._destination.load.arrivals.has_room(pull.num_pages)
+        has_room = self._destination.load.incoming_kv.has_room(pull.num_pages)
         if not has_room or not pulls.pays(pull.num_pages, compute_us):
             return
         token_ids = added.token_ids[:stop]
-        async with self._destination.arriving(self, pull.num_pages):
+        async with self._destination.receiving(self, pull.num_pages):
             begin_s = time.monotonic()
             num_tokens = await source.pull_to(
                 self._destination.client, token_ids, added.tenant, added.cache_salt

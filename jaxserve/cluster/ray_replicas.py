@@ -79,7 +79,10 @@ def load_replicas(
         try:
             ray.init(include_dashboard=False, logging_level=logging.ERROR)
         except (RayError, OSError, RuntimeError, ValueError) as error:
-            raise DistributedError(f"Ray does not start: {error}") from error
+            raise DistributedError(
+                f"Ray does not start: {error}; if another one runs on this machine, end it by `ray "
+                "stop`, or set RAY_ADDRESS=local to start one beside it."
+            ) from error
         free = dict.fromkeys(ray.cluster_resources(), 0.0) | ray.available_resources()
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         options, num_cores = share(config, num_replicas, free, machines, asked_by)
@@ -213,27 +216,27 @@ class RayReplica:
     async def abort(self, request_id: str) -> None:
         await self._call("abort", request_id)
 
-    async def computed(self, request_id: str, num_tokens: int) -> None:
-        await self._call("computed", request_id, num_tokens)
+    async def computed(self, request_id: str, num_tokens: int) -> int:
+        return await self._call("computed", request_id, num_tokens)
 
     async def stage_in(
-        self, destination: RayReplica, request_id: str, name: str, start: int
+        self, destination: RayReplica, request_id: str, name: str, start: int, stop: int | None
     ) -> int:
         """As `Replica.stage_in`. What is exported goes from one process to the other."""
         if self._actor is None:
             raise ReplicaLostError("its process has ended")
-        exported = self._actor.export_request.remote(request_id, start)
+        exported = self._actor.export_request.remote(request_id, start, stop)
         return await destination.stage_request(exported, name)
 
     async def stage_request(self, parts: ray.ObjectRef, name: str) -> int:
         return await self._call("stage_request", parts, name)
 
-    async def keep_request(self, request_id: str) -> ray.ObjectRef:
+    async def keep_request(self, request_id: str, start: int, stop: int | None) -> ray.ObjectRef:
         """As `Replica.keep_request`. What is exported stays in Ray's object store, which outlives
-        the process."""
+        the process; what that has no room for, Ray writes to disk."""
         if self._actor is None:
             raise ReplicaLostError("its process has ended")
-        exported = self._actor.export_request.remote(request_id, 0)
+        exported = self._actor.export_request.remote(request_id, start, stop)
         await asyncio.to_thread(ray.wait, [exported], fetch_local=False)
         return exported
 
@@ -299,7 +302,9 @@ class RayReplica:
         another one, in the place of `ended`, which may still answer a few calls. Raises
         ReplicaLostError if there is none in time."""
         what = "no process starts in its place" if ended is None else f"{ended} does not end"
-        error = ReplicaLostError(f"{what}, within {_RESTART_S:.0f} s")
+        error = ReplicaLostError(
+            f"{what}, within {_RESTART_S:.0f} s; see by `ray status` what Ray waits for"
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_RESTART_S):
                 while True:

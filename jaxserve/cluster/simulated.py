@@ -23,7 +23,6 @@ from jaxserve.cluster.policies.migration import Move, begin_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import Pull, Pulls, plan_pull
 from jaxserve.cluster.pool.scaling import PERIOD_S as SCALE_PERIOD_S
-from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
 from jaxserve.kv.page_table import PageTable
@@ -220,12 +219,12 @@ class SimulatedCluster:
         num_pages = num_known // page_size
         link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
         pull_us = 2 * link_us if num_pages else 0
-        arrivals, key = place.load.arrivals, (number, 0)
+        incoming, key = place.load.incoming_kv, (number, 0)
         source.load.num_pulled += 1
         self._num_pulling += 1
 
         def copied() -> None:
-            arrivals.leave(key)
+            incoming.leave(key)
             source.load.num_pulled -= 1
             self._num_pulling -= 1
             if num_pages:
@@ -233,7 +232,7 @@ class SimulatedCluster:
                 self.pulls.pulled(pull, num_tokens, page_size, pull_us)
             self._begin(place, arrival, number, demand)
 
-        arrivals.enter(key, num_pages, lambda: self._at(self._now_us + pull_us, copied))
+        incoming.enter(key, num_pages, lambda: self._at(self._now_us + pull_us, copied))
         return True
 
     def _enter(self, each: _Open) -> None:
@@ -274,7 +273,7 @@ class SimulatedCluster:
             during_prefill=source.load.role == "prefill" and not each.demand.num_output,
         )
         source.load.num_moving += not stages.during_prefill
-        arrivals = destination.load.arrivals
+        incoming = destination.load.incoming_kv
         table: PageTable | None = None
 
         def num_computed() -> int:
@@ -298,27 +297,36 @@ class SimulatedCluster:
                 stage()
 
         def stage() -> None:
-            most = each.demand.num_pages(page_size) - stages.num_staged // page_size
-            arrivals.enter(key, most, copy)
+            """Copies what is there, once there is room: that of a prompt being computed, no more
+            than is there by now."""
+            if stages.during_prefill:
+                stop = num_computed()
+                num_pages = stages.num_pages(stop)
+            else:
+                stop = None
+                num_pages = each.demand.num_pages(page_size) - stages.num_staged // page_size
+            incoming.enter(key, num_pages, lambda: copy(stop))
 
-        def copy() -> None:
+        def copy(stop: int | None) -> None:
             nonlocal table
             if each.request.finished or destination.load.draining:
                 arrived()
                 return
-            before, num_staged, num_tokens = table, stages.num_staged, num_computed()
+            before, num_tokens = table, num_computed()
+            if stop is not None:
+                num_tokens = min(num_tokens, stop)
             table = destination.simulation.stage(each.request, num_tokens, before)
             if table is before:  # There is no room for more.
-                stages.staged(num_staged)
+                stages.staged(stages.num_staged)
                 arrived()
                 return
+            num_pages = stages.num_pages(num_tokens)
             stages.staged(num_tokens)
-            num_pages = cdiv(num_tokens, page_size) - num_staged // page_size
             link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
             self._at(self._now_us + 2 * link_us, arrived)
 
         def arrived() -> None:
-            arrivals.leave(key)
+            incoming.leave(key)
             go_on()
 
         def end(moves: bool) -> None:

@@ -22,6 +22,11 @@ class StagedCopy:
     """The copy of one request, which counts in its source as moving until `run` ends; but while its
     prompt is computed it does not count.
 
+    No two copies wait for each other's memory. A stage takes room on its destination's host for
+    what it brings, and gives it back before the next one asks. Pages of the destination's pool are
+    counted for the whole request when its move begins, and those that a stage does not find free
+    are not waited for: it brings nothing then, and the destination computes what is missing.
+
     Attributes:
         num_left: tokens generated since the last stage, without the newest, which has no KV yet.
     """
@@ -85,21 +90,28 @@ class StagedCopy:
             if stages.wanted is None:
                 await asyncio.sleep(POLL_S)
             else:
-                await self._source.client.computed(self._sent_as, stages.wanted)
-                if self.is_wanted:
-                    await self._stage()
+                stop = await self._source.client.computed(self._sent_as, stages.wanted)
+                await self._stage(stop)
         stages.during_prefill = False
         self._source_load.num_moving += 1
 
-    async def _stage(self) -> None:
-        """Copy the KV computed since the last stage, once there is room for it."""
+    async def _stage(self, stop: int | None = None) -> None:
+        """Copy the KV computed since the last stage, and before token `stop`, once there is room
+        for it; nothing if the request ends or leaves its source before."""
+        if not self.is_wanted:
+            return
         start = self._stages.num_staged
-        most = self._request.routed.demand.num_pages(self._page_size) - start // self._page_size
-        async with self._destination.arriving(self._name, most):
-            if not self.is_wanted:
+        if stop is None:
+            demand = self._request.routed.demand
+            num_pages = demand.num_pages(self._page_size) - start // self._page_size
+        else:
+            num_pages = self._stages.num_pages(stop)
+        receiving = self._destination.receiving(self._name, num_pages, self._request.left)
+        async with receiving as has_room:
+            if not has_room or not self.is_wanted:
                 return
             async with asyncio.timeout(COPY_S):
                 num_staged = await self._source.client.stage_in(
-                    self._destination.client, self._sent_as, self._name, start
+                    self._destination.client, self._sent_as, self._name, start, stop
                 )
         self._stages.staged(num_staged)

@@ -11,8 +11,8 @@ import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
 from jaxserve.cluster import mover, open_requests, staged_copy
-from jaxserve.cluster.policies.arrivals import Arrivals
 from jaxserve.cluster.policies.copies import LAST_TOKENS
+from jaxserve.cluster.policies.incoming_kv import IncomingKV
 from jaxserve.cluster.policies.migration import MAX_MOVES
 from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
@@ -64,7 +64,7 @@ def in_books(mortal, replica):
     taken = sum(taken.num_takes for taken in engine.migration._taken)
     pinned = any(node.pins for node in engine.kv.tree)
     staged, used = bool(engine.migration._staged), engine.kv.pool.num_used
-    coming = not replica.load.arrivals.has_room(1000)
+    coming = not replica.load.incoming_kv.has_room(1000)
     in_router = coming or replica.load.num_used_pages or replica.requests
     return taken or pinned or staged or used or in_router
 
@@ -190,11 +190,11 @@ def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, mo
         source, destination = pool._replicas
         while not all(request.routed.begun for request in source.requests.values()):
             await asyncio.sleep(0.002)
-        destination.load.arrivals = Arrivals(0)
+        destination.load.incoming_kv = IncomingKV(0)
         requests = tuple(source.requests.values())
         moves = [pool.requests.move(request, destination) for request in requests]
         await asyncio.gather(*moves)
-        destination.load.arrivals = Arrivals(destination.load.num_pages)
+        destination.load.incoming_kv = IncomingKV(destination.load.num_pages)
         return len(requests)
 
     async def scenario():
@@ -218,6 +218,43 @@ def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, mo
     finally:
         del replicas[0].stage_in
     assert len(seen) >= 2 and set(seen) == {1}
+
+
+@pytest.mark.parametrize("how", ["abort", "disconnect"])
+def test_a_wait_for_room_ends_with_its_request(llama, cluster, how):
+    """And gives back what it had booked, while other KV still takes all the room."""
+    router, _ = cluster
+    pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
+
+    async def waiting():
+        while not any(request.routed.begun for request in pool.requests._open.values()):
+            await asyncio.sleep(0)
+        (request,) = pool.requests._open.values()
+        (other,) = (each for each in pool._replicas if each is not request.replica)
+        other.load.incoming_kv.enter("other KV", other.load.num_pages, lambda: None)
+        move = pool.requests.move(request, other)
+        while not other.load.incoming_kv._waiting:
+            assert not move.done()
+            await asyncio.sleep(0)
+        return move, other
+
+    async def given_back(move, other):
+        await move
+        booked = [*other.load.incoming_kv._waiting, *other.load.demands]
+        other.load.incoming_kv.leave("other KV")
+        return booked
+
+    async def scenario():
+        await all_up(router)
+        async with await router.submit([llama.prompts[8]], params, ["waits"]) as updates:
+            move, other = await router._result_of(waiting())
+            if how == "abort":
+                await router.abort("waits")
+                output = [update async for _, update in updates][-1]
+                assert output.outputs[0].finish_reason == "abort"
+        assert await router._result_of(given_back(move, other)) == []
+
+    run(scenario())
 
 
 def test_a_rolling_restart_loses_no_request(llama, llm, cluster, monkeypatch):
@@ -367,7 +404,17 @@ def test_prefill_and_decode_apart(llama, llm, apart):
         await all_up(router)
         await router.reset_prefix_cache()
         copies, of_source = router._pool.requests.copies, (await numbers(0))["generation"]
-        before = dataclasses.replace(copies)
+        before, stages = dataclasses.replace(copies), []
+
+        async def stage_in(destination, request_id, name, start, stop):
+            booked = router._pool._replicas[1].load.incoming_kv.num_pages
+            num_staged = await replicas[0]._replica.stage_in(
+                destination, request_id, name, start, stop
+            )
+            stages.append((booked, -(-num_staged // page_size) - start // page_size, num_staged))
+            return num_staged
+
+        replicas[0].stage_in = stage_in
         written = in_steps(
             replicas[0],
             router,
@@ -375,7 +422,10 @@ def test_prefill_and_decode_apart(llama, llm, apart):
             lambda computed, copied: computed - computed % page_size <= copied,
         )
         tokens, _ = await ask(router, prompt, params, "long")
+        del replicas[0].stage_in
         assert tokens == list(alone.outputs[0].token_ids)
+        of_prompt = [booked == brought for booked, brought, stop in stages if stop < len(prompt)]
+        assert len(of_prompt) > 1 and all(of_prompt)  # A stage books what it brings.
         last = max(each for each in written if each < len(prompt))
         last -= last % page_size
         during = copies.during_prefill - before.during_prefill

@@ -37,7 +37,7 @@ def test_the_longest_prefix_of_another_replica():
     busy[1].num_pulled = MAX_PULLS
     assert plan_pull(busy, 0, demand) is None
     busy[1].num_pulled = 0
-    busy[0].arrivals.enter("a move", 5, lambda: None)
+    busy[0].incoming_kv.enter("a move", 5, lambda: None)
     assert plan_pull(busy, 0, demand) is None
 
 
@@ -157,7 +157,7 @@ def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, f
         await all_up(router)
         for routed, mortal in zip(router._pool._replicas, replicas):
             assert (routed.load.num_used_pages, routed.load.num_pulled) == (0, 0)
-            assert routed.load.arrivals.has_room(1000) and not routed.requests
+            assert routed.load.incoming_kv.has_room(1000) and not routed.requests
             assert not any(node.pins for node in mortal._replica._engine._engine.kv.tree)
             assert mortal._replica._engine._engine.kv.pool.num_used == 0
 

@@ -170,11 +170,14 @@ def test_pages_are_staged_while_the_prompt_is_computed(llama, alone, kv_llm_for,
         source.engine.step()
         before = source.engine.migration.num_computed(stream.request_id)
         assert before == output.seq.num_written
+        whole = before - before % PAGE_SIZE if before < len(prompt) else before
+        span = {"start": staged[-1], "stop": staged[-1] + PAGE_SIZE}
+        page = source.engine.migration.export_request(stream.request_id, **span)
+        assert sum(rows_of(page)) == (PAGE_SIZE if whole > staged[-1] else 0)
         parts = list(source.engine.migration.export_request(stream.request_id, start=staged[-1]))
         exported += sum(rows_of(parts))
         received = parts if caching else migration.received(parts)
         staged.append(migration.stage_request(received, "moved"))
-        whole = before - before % PAGE_SIZE if before < len(prompt) else before
         assert staged[-1] == whole
     assert len(staged) > 4 and sorted(set(staged)) == staged
     # A half of one of the larger pages comes again with the rest of it.

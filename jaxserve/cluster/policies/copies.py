@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxserve.core.arithmetic import cdiv
+
 LAST_TOKENS = 32
 """When so few tokens were generated since the last stage of a copy, the request moves: its new
 replica computes them in one step."""
@@ -55,6 +57,13 @@ class CopyStages:
         self._page_size = page_size
         self._counts = counts
         self._num_stages = 0
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that a stage brings when the first `num_tokens` have KV: only full ones while that
+        is not all of the prompt, and the last one of the stage before again unless it was full."""
+        is_whole = num_tokens >= self._num_prompt
+        stop = cdiv(num_tokens, self._page_size) if is_whole else num_tokens // self._page_size
+        return stop - self.num_staged // self._page_size
 
     def goes_on(self, num_left: int) -> bool:
         """Whether there is another stage before the request moves, after prefill. `num_left`: its

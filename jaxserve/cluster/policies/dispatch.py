@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Self
 
-from jaxserve.cluster.policies.arrivals import Arrivals
+from jaxserve.cluster.policies.incoming_kv import IncomingKV
 from jaxserve.cluster.policies.prefixes import CachedPrefixes, num_leading
 from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.cluster_status import Role
@@ -83,7 +83,7 @@ class ReplicaLoad:
         demands: of its requests, in the order in which they came.
         num_moving: those of its requests whose KV is being copied to others.
         num_pulled: prefixes that are being copied from it to others.
-        arrivals: the KV that others send it.
+        incoming_kv: the KV that others send it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ReplicaLoad:
         self.role = role
         self.draining = False
         self.cached = CachedPrefixes(num_pages)
-        self.arrivals = Arrivals(num_pages)
+        self.incoming_kv = IncomingKV(num_pages)
         self.num_sequences = self.num_moving = self.num_pulled = 0
         self.demands: dict[Hashable, Demand] = {}
         self._shared: Counter[bytes] = Counter()

@@ -48,7 +48,7 @@ def plan_pull(loads: Sequence[ReplicaLoad], destination: int, demand: Demand) ->
     num_pages, _, index = max(matched, default=(0, 0, 0))
     if num_pages <= num_cached or loads[-index].num_pulled >= MAX_PULLS:
         return None
-    if not loads[destination].arrivals.has_room(num_pages):
+    if not loads[destination].incoming_kv.has_room(num_pages):
         return None
     return Pull(-index, num_pages, num_cached)
 

@@ -263,7 +263,7 @@ class ReplicaPool:
             replica.begin(info, process)
             self.requests.route_waiting()
             return True
-        _log.error("replica %d is given up", replica.index)
+        _log.error("replica %d is given up; to have it again, restart the server", replica.index)
         replica.enter("failed")
         self._replicas.remove(replica)
         self._given_up.append(replica)
@@ -308,8 +308,8 @@ class ReplicaPool:
         replica = next((each for each in self._replicas if each.index == index), None)
         if replica is None or replica.state != "ready":
             raise RestartError(
-                f"replica {index} is not one of those that are ready; choose one of those that "
-                "/cluster/status tells."
+                f"replica {index} is not one of those that are ready; choose one of those by "
+                "/cluster/status."
             )
         page_size = self.info.config.page_size
         config = resized(self._asked, replica.config, sizes, page_size)

@@ -61,7 +61,7 @@ class Resize:
         self._config = config
         self._replicas = replicas
         self._requests = requests
-        self._kept: dict[OpenRequest, Any] = {}
+        self._kept: dict[OpenRequest, list[Any]] = {}
         self._resumed = asyncio.Event()
         self.status = ResizeStatus(True, replica.index, config.sizes, 0, 0.0)
 
@@ -76,7 +76,9 @@ class Resize:
             replica.immovable = True
             await self._keep()
         if replica.state != "draining":
-            self._end("it was lost meanwhile; see the server's log.")
+            self._end(
+                "it was lost meanwhile, see the server's log; resize it again once it is ready."
+            )
             return
         before, replica.config = replica.config, self._config
         replica.fallback, replica.resume = before, self._resume
@@ -86,7 +88,7 @@ class Resize:
         took_s = time.monotonic() - begin_s
         self.status = dataclasses.replace(self.status, took_s=took_s)
         if replica.state == "failed":
-            self._end("it cannot be loaded again; see the server's log.")
+            self._end("it cannot be loaded again, see the server's log; then restart the server.")
         elif replica.config is self._config:
             self._end(None)
         else:
@@ -111,25 +113,32 @@ class Resize:
         self.status = dataclasses.replace(self.status, running=False, error=error)
 
     async def _keep(self) -> None:
-        """Take the KV of the requests that the replica has; it runs on until its process ends."""
+        """Take the KV of the requests that the replica has, in pieces, of which its host's memory
+        has one at a time; it runs on until its process ends."""
+        load = self._replica.load
+        size = load.page_size * max(1, load.incoming_kv.max_pages)
         for name, request in tuple(self._replica.requests.items()):
             if not request.movable:
                 continue
+            pieces = self._kept[request] = []
             try:
-                async with asyncio.timeout(COPY_S):
-                    self._kept[request] = await self._replica.client.keep_request(name)
+                for start in range(0, request.routed.num_tokens, size):
+                    stop = start + size if start + size < request.routed.num_tokens else None
+                    async with asyncio.timeout(COPY_S):
+                        kept = await self._replica.client.keep_request(name, start, stop)
+                    pieces.append(kept)
             except RequestError:
                 continue  # It has just ended.
             except (ReplicaLostError, EngineClosedError):
                 return
             except Exception as error:
-                _log.warning("the KV of a request is computed again: %r", error)
+                _log.warning("KV of a request is computed again: %r", error)
 
     async def _resume(self, left: Iterable[OpenRequest]) -> None:
         """The replica is loaded again, and the requests that it had go on there."""
         for request in left:
-            parts = self._kept.pop(request, None)
-            if await self._requests.resume_in(self._replica, request, parts):
+            pieces = self._kept.pop(request, [])
+            if await self._requests.resume_in(self._replica, request, pieces):
                 kept = self.status.num_kept + 1
                 self.status = dataclasses.replace(self.status, num_kept=kept)
         self._resumed.set()

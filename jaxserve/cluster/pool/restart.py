@@ -48,13 +48,13 @@ class RollingRestart:
         """Restart one replica; why that could not be done, if so."""
         while not await self._drained(replica):
             if len(self._serving) < 2 or replica.state == "failed":
-                return "a replica could not be loaded again; see the server's log."
+                return _given_up("a replica")
         if replica.state == "draining":
             replica.end(None)
         while replica.state in ("draining", "loading"):
             await asyncio.sleep(POLL_S)
         if replica.state == "failed":
-            return f"replica {replica.index} could not be loaded again; see the server's log."
+            return _given_up(f"replica {replica.index}")
         return None
 
     async def _drained(self, replica: RoutedReplica) -> bool:
@@ -73,3 +73,7 @@ class RollingRestart:
                 return False
             await asyncio.sleep(POLL_S)
         return True
+
+
+def _given_up(which: str) -> str:
+    return f"{which} could not be loaded again, see the server's log; then restart the server."

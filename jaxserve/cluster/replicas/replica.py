@@ -16,7 +16,7 @@ import jax
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.errors import EngineClosedError
+from jaxserve.core.errors import EngineClosedError, RequestError
 from jaxserve.core.process.logs import configure_logging
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import RequestOutput
@@ -127,34 +127,44 @@ class Replica:
         """End a request early, if it is still running; the tokens it has are its output."""
         await self._ready.abort(request_id)
 
-    async def computed(self, request_id: str, num_tokens: int) -> None:
-        """Returns once so many tokens of a request have their KV, or it has ended."""
+    async def computed(self, request_id: str, num_tokens: int) -> int:
+        """Waits until so many tokens of a request have their KV, and returns how many have it.
+        Raises RequestError when the request has ended."""
         while (known := self._ready.num_computed(request_id)) is not None and known < num_tokens:
             await asyncio.sleep(_POLL_S)
+        if known is None:
+            raise RequestError(f"request_id {request_id!r} is not an unfinished request.")
+        return known
 
-    async def export_request(self, request_id: str, start: int) -> list[bytes]:
-        """A request and its KV from token `start` on, for `stage_request` of another replica; it
-        runs on here. Raises as `AsyncEngine.export_request`."""
-        return await self._ready.export_request(request_id, start=start)
+    async def export_request(
+        self, request_id: str, start: int, stop: int | None = None
+    ) -> list[bytes]:
+        """A request and its KV from token `start` on, and before `stop`, for `stage_request` of
+        another replica; it runs on here. Raises as `AsyncEngine.export_request`."""
+        return await self._ready.export_request(request_id, start=start, stop=stop)
 
     async def stage_request(self, parts: list[bytes], name: str) -> int:
         """Take the KV of a request that is submitted later, as `name`, with the tokens that it has
         then; returns how many tokens have theirs here. Raises as `AsyncEngine.stage_request`."""
         return await self._ready.stage_request(parts, name)
 
-    async def keep_request(self, request_id: str) -> list[bytes]:
-        """A request and its KV, for `stage_request` of a process that takes the place of this
-        one. Raises as `export_request`."""
-        return await self.export_request(request_id, 0)
+    async def keep_request(self, request_id: str, start: int, stop: int | None) -> list[bytes]:
+        """As `export_request`, for `stage_request` of a process that takes the place of this
+        one."""
+        return await self.export_request(request_id, start, stop)
 
     async def unstage_request(self, name: str) -> None:
         """Give up the KV of a request that is not submitted."""
         await self._ready.unstage_request(name)
 
-    async def stage_in(self, destination: Replica, request_id: str, name: str, start: int) -> int:
-        """Stage a request's KV from token `start` on in another replica, as `name`; returns how
-        many tokens have theirs there. Raises as `export_request` here and `stage_request` there."""
-        return await destination.stage_request(await self.export_request(request_id, start), name)
+    async def stage_in(
+        self, destination: Replica, request_id: str, name: str, start: int, stop: int | None
+    ) -> int:
+        """Stage a request's KV from token `start` on, and before `stop`, in another replica, as
+        `name`; returns how many tokens have theirs there. Raises as `export_request` here and
+        `stage_request` there."""
+        exported = await self.export_request(request_id, start, stop)
+        return await destination.stage_request(exported, name)
 
     async def prefill_us(self, start: int, stop: int) -> int | None:
         """As `AsyncEngine.prefill_us`."""

@@ -32,9 +32,9 @@ class Submission:
 @dataclasses.dataclass(eq=False)
 class OpenRequest:
     """A request whose output is not complete. `number` is its place in its submission; `sent_as`
-    its id in `replica`, while it is with one. `immovable`: it has not been possible to move it.
-    `cached_tokens`: those of the replica that computed its prompt; where a request moves to, all of
-    it is cached."""
+    its id in `replica`, while it is with one, and `left` is done once it is not, or is aborted.
+    `immovable`: it has not been possible to move it. `cached_tokens`: those of the replica that
+    computed its prompt; where a request moves to, all of it is cached."""
 
     routed: RoutedRequest
     submission: Submission
@@ -45,6 +45,27 @@ class OpenRequest:
     cached_tokens: int | None = None
     replica: RoutedReplica | None = None
     sent_as: str = ""
+    left: asyncio.Future[None] | None = None
+
+    def enter(self, replica: RoutedReplica, name: str) -> None:
+        """It is sent to a replica, as `name`."""
+        self.replica, self.sent_as = replica, name
+        self.left = asyncio.get_running_loop().create_future()
+
+    def leave(self) -> RoutedReplica | None:
+        """It is no longer with its replica, which is returned."""
+        replica, self.replica = self.replica, None
+        self._has_left()
+        return replica
+
+    def abort(self) -> None:
+        """Its client wants no more of it; its replica has it until that has ended it."""
+        self.routed.aborted = True
+        self._has_left()
+
+    def _has_left(self) -> None:
+        if self.left is not None and not self.left.done():
+            self.left.set_result(None)
 
     @property
     def movable(self) -> bool:
@@ -129,16 +150,20 @@ class RoutedReplica:
         return left
 
     @contextlib.asynccontextmanager
-    async def arriving(self, key: Hashable, num_pages: int) -> AsyncIterator[None]:
+    async def receiving(
+        self, key: Hashable, num_pages: int, unless: asyncio.Future[None] | None = None
+    ) -> AsyncIterator[bool]:
         """KV of so many pages comes to it within the block, which is entered once there is room
-        for that in its host's memory."""
-        arrivals, room = self.load.arrivals, asyncio.Event()
-        arrivals.enter(key, num_pages, room.set)
+        for that in its host's memory; or without room, as the block is told, when `unless` is done
+        before."""
+        incoming, room = self.load.incoming_kv, asyncio.get_running_loop().create_future()
+        incoming.enter(key, num_pages, lambda: room.set_result(None))
         try:
-            await room.wait()
-            yield
+            waited_for = {room} if unless is None else {room, unless}
+            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
+            yield room.done()
         finally:
-            arrivals.leave(key)
+            incoming.leave(key)
 
     @property
     def is_drained(self) -> bool:

@@ -90,18 +90,29 @@ class EngineAccess:
         return states
 
     def kv(
-        self, sequences: Iterable[Sequence], cache: bool, start: int | None = None
+        self,
+        sequences: Iterable[Sequence],
+        cache: bool,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> Iterator[tuple[str, Any]]:
-        """The KV of sequences, from token `start` on, and with `cache` that of the prefix cache."""
-        prefixes = self.prefixes(sequences, cache, start)
+        """The KV of sequences, from token `start` on and before `stop`, and with `cache` that of
+        the prefix cache."""
+        prefixes = self.prefixes(sequences, cache, start, stop)
         return kv_entries(prefixes, self.page_transfers.token_kv())
 
     def prefixes(
-        self, sequences: Iterable[Sequence], cache: bool = False, start: int | None = None
+        self,
+        sequences: Iterable[Sequence],
+        cache: bool = False,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> Iterator[Prefix]:
         """What `kv` is the KV of."""
         scheduler = self.core.scheduler
-        return prefixes_of(scheduler.kv, sequences, scheduler.tables, cache=cache, start=start)
+        return prefixes_of(
+            scheduler.kv, sequences, scheduler.tables, cache=cache, start=start, stop=stop
+        )
 
     def saved(self, reader: SnapshotReader | PartReader) -> SavedKV:
         """The KV of a snapshot. That of another engine's drafter is not used."""

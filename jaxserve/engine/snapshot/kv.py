@@ -70,11 +70,12 @@ def prefixes_of(
     *,
     cache: bool,
     start: int | None = None,
+    stop: int | None = None,
 ) -> Iterator[Prefix]:
     """The computed prefix of each unfinished sequence that fits the pool and, if `cache`, of the
     prefix cache; none of a model with attention windows, whose pages do not hold all layers.
     `start`: of sequences only pages that are not before this token, and of prompts that are being
-    computed only full ones."""
+    computed only full ones; `stop`: and of each no more than its first `stop` tokens."""
     if kv.windowed:
         return
     page_size = kv.pool.page_size
@@ -90,6 +91,8 @@ def prefixes_of(
         if not running:
             nodes, num_tokens = kv.known(table, seq.num_prompt + len(seq.output_token_ids))
             places = [node.nearest for node in nodes]
+        if stop is not None and num_tokens > stop:
+            num_tokens, places = stop, places[: kv.pool.pages_for(stop)]
         if start is not None and num_tokens < seq.num_prompt:
             num_tokens -= num_tokens % page_size
             places = places[: num_tokens // page_size]

@@ -79,13 +79,17 @@ class Migration:
         self._max_takes = max_takes(prefill_tokens, memory.page_size, memory.num_free_pages)
 
     def export_request(
-        self, request_id: str, with_kv: bool = True, start: int | None = None
+        self,
+        request_id: str,
+        with_kv: bool = True,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> Iterator[bytes]:
         """An unfinished request as bytes, for `import_request` of another engine: its parameters,
         its tokens and, `with_kv`, the KV of its sequences, in a form that knows neither mesh nor
         page size. In parts of about 64 MB, made one by one; read the last before the engine's next
         step. `start`: a stage of a copy, for `stage_request`: KV from about this token on, and of a
-        prompt that is being computed full pages alone.
+        prompt that is being computed full pages alone; with `stop` that of the tokens before it.
 
         The request stays here, and runs on. Once it is imported elsewhere, end it here by `abort`;
         if the import fails, nothing has to be undone. Both engines generate the same tokens.
@@ -93,11 +97,15 @@ class Migration:
         Raises RequestError when no unfinished request has this id, and SnapshotError in a
         multi-host job, or for a part that is read too late.
         """
-        exported = self._parts_of(self._unfinished(request_id), with_kv, start)
+        exported = self._parts_of(self._unfinished(request_id), with_kv, start, stop)
         return self._while_unchanged(exported, self._engine.core.num_page_changes)
 
     def begin_export(
-        self, request_id: str, with_kv: bool = True, start: int | None = None
+        self,
+        request_id: str,
+        with_kv: bool = True,
+        start: int | None = None,
+        stop: int | None = None,
     ) -> Iterator[bytes]:
         """As `export_request`, but its parts may be read later, in any thread, while steps
         continue. For that its pages are copied on the devices, by up to `max_takes` copies at a
@@ -105,12 +113,12 @@ class Migration:
         pages on lower tiers, is read here."""
         request = self._unfinished(request_id)
         sequences = [output.seq for output in request.unfinished] if with_kv else []
-        prefixes = list(self._engine.prefixes(sequences, start=start))
+        prefixes = list(self._engine.prefixes(sequences, start=start, stop=stop))
         places = list(dict.fromkeys(place for prefix in prefixes for place in prefix.places))
         room = self._max_takes - sum(taken.num_takes for taken in self._taken)
         needed = cdiv(len(places), TRANSFER_PAGES)
         if needed > room or any(tier is not Tier.DEVICE for tier, _ in places):
-            return iter([*self.export_request(request_id, with_kv, start)])
+            return iter([*self.export_request(request_id, with_kv, start, stop)])
         taken = TakenPages(places, self._engine.page_transfers.token_kv())
         self._taken.add(taken)
         states = self._engine.states([request])
@@ -274,10 +282,12 @@ class Migration:
             num_tokens += self._engine.core.kv.known(table, prefix["num_tokens"])[1]
         return num_tokens
 
-    def _parts_of(self, request: Request, with_kv: bool, start: int | None) -> Iterator[bytes]:
+    def _parts_of(
+        self, request: Request, with_kv: bool, start: int | None, stop: int | None
+    ) -> Iterator[bytes]:
         """The parts of a snapshot of one unfinished request, with the KV of its sequences, from
-        `start` on. They are read from the pages one after another: the engine must not run until
-        the last."""
+        `start` on and before `stop`. They are read from the pages one after another: the engine
+        must not run until the last."""
         states = self._engine.states([request])
 
         def entries() -> Iterator[tuple[str, Any]]:
@@ -285,7 +295,7 @@ class Migration:
             if with_kv:
                 with contextlib.suppress(PageCorruptError, OSError):
                     sequences = [output.seq for output in request.unfinished]
-                    yield from self._engine.kv(sequences, cache=False, start=start)
+                    yield from self._engine.kv(sequences, False, start, stop)
 
         return encode_parts(self._engine.facts.ours, entries())
 

@@ -10,28 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-ARRIVING = 1 / 8
+INCOMING_SHARE = 1 / 8
 """The share of a replica's pages whose KV comes at a time."""
 
 
-class Arrivals:
+class IncomingKV:
     """KV that comes to one replica: what is on its way, and what waits until there is room.
 
     Attributes:
         num_pages: of KV that is on its way.
+        max_pages: of KV that comes at a time, unless it comes alone.
     """
 
     def __init__(self, num_pages: int) -> None:
         """`num_pages` are those of the replica's pool."""
         self.num_pages = 0
-        self._max_pages = int(ARRIVING * num_pages)
+        self.max_pages = int(INCOMING_SHARE * num_pages)
         self._begun: dict[Hashable, int] = {}
         self._waiting: dict[Hashable, tuple[int, Callable[[], object]]] = {}
 
     def has_room(self, num_pages: int) -> bool:
         """Whether so many pages could come at once. If they are more than may come at a time, they
         come alone."""
-        fits = not self._begun or self.num_pages + num_pages <= self._max_pages
+        fits = not self._begun or self.num_pages + num_pages <= self.max_pages
         return fits and not self._waiting
 
     def enter(self, key: Hashable, num_pages: int, begin: Callable[[], object]) -> None:
@@ -49,7 +50,7 @@ class Arrivals:
     def _begin(self) -> None:
         while self._waiting:
             key, (num_pages, begin) = next(iter(self._waiting.items()))
-            if self._begun and self.num_pages + num_pages > self._max_pages:
+            if self._begun and self.num_pages + num_pages > self.max_pages:
                 return
             del self._waiting[key]
             self._begun[key] = num_pages
