@@ -89,13 +89,13 @@ class Sequence:
     num_speculative_tokens: int = 0
     """Most drafts that each of its decodes verifies, set when it is added to a scheduler; 0 once
     its drafter has failed."""
-    acceptance: float | None = None
-    """How likely a draft of its next token is accepted, where the scheduler chooses by that; None
-    before any was verified."""
-    num_tried: int = 0
-    """Drafts that that was learned from."""
+    acceptance: tuple[float, float] | None = None
+    """How likely the first draft of a step is accepted, and one after an accepted draft, where the
+    scheduler chooses by that; None before any was verified."""
+    num_tried: tuple[int, int] = (0, 0)
+    """Drafts that these were learned from."""
     observed_at: int = 0
-    """Output tokens when that was last learned from."""
+    """Output tokens when they were last learned from."""
     num_drafts_in_flight: int = 0
     prefill_end: int = 0
     """Tokens that had to be prefilled when it was last admitted; tokens after them are decoded."""

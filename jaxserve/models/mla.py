@@ -31,11 +31,11 @@ class OfHeads(NamedTuple):
 
     `new(tokens)` are the queries and keys [n, heads, nope_dim + rope_dim] and the values [n, heads,
     value_dim] of some of the step's tokens; `values(attended)` are results over values [n, heads,
-    value_dim] of those over latents [n, heads, kv_rank].
+    value_dim] of those over latents [n, heads, kv_rank], of a `dtype` if it is given.
     """
 
     new: Callable[[slice], tuple[jax.Array, jax.Array, jax.Array]]
-    values: Callable[[jax.Array], jax.Array]
+    values: Callable[..., jax.Array]
 
 
 class UncompressedAttention(Protocol):
@@ -176,8 +176,11 @@ def attend(
     return attended.reshape(len(attended), -1)
 
 
-def _of_heads(product: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _of_heads(
+    product: str, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None
+) -> jax.Array:
     """x [tokens, heads, features], or [tokens, features] of all heads, times each head's part of
-    `weight` [kv_heads, queries, dim, kv_rank]."""
+    `weight` [kv_heads, queries, dim, kv_rank]; of `dtype`, by default that of x."""
     weight = weight.reshape(-1, *weight.shape[2:])
-    return jnp.einsum(product, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+    whole = jnp.einsum(product, x, weight, preferred_element_type=jnp.float32)
+    return whole.astype(dtype or x.dtype)

@@ -68,7 +68,7 @@ class ProgramKinds:
         self.compact = CompactAccepted(shapes)
         self.copy = CopyPages(shapes)
         self.scatter = ScatterPages(shapes)
-        self._backend = shapes.config.attention_backend
+        self._backend = shapes.attention_backend
         self._all = (
             *forward,
             *(self.greedy, self.general, self.prompt_logprobs, self.sum_chunks, self.admit),

@@ -14,6 +14,7 @@ from pallas_kernels.paged_attention.layout import (
     LatentPages,
     PageLayout,
     Pages,
+    Paths,
     RaggedBatch,
     Visible,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "LatentPages",
     "PageLayout",
     "Pages",
+    "Paths",
     "RaggedBatch",
     "Visible",
     "attend",

@@ -27,12 +27,15 @@ from pallas_kernels.paged_attention.layout import (
     DecodeGroups,
     LatentPages,
     Pages,
+    Paths,
     RaggedBatch,
     Visible,
     as_keys,
     rotated,
 )
 from pallas_kernels.paged_attention.tree import attend_within_trees
+
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 _ATTEND = backends.Operation(
     name="paged_attention",
@@ -128,7 +131,7 @@ def paged_attention(
     if groups is not None and window is not None:
         raise ValueError(f"window is {window}; with groups of decodes it must be None.")
     if len(batch.tables) == 0:
-        return _empty(q, pages)
+        return _empty(q, pages, q.dtype)
     if len(batch.tables) == num_decodes or (tree_mask is not None and tree_mask.shape[1] == 0):
         tree_mask = None  # no row can be a tree
 
@@ -137,10 +140,20 @@ def paged_attention(
         q = (q * jnp.repeat(k_scale, heads // kv_heads)[:, None]).astype(dtype)
     visible = masks.causal(batch, tokens, num_decodes, window, tree_mask)
     scores = {"scale": scale, "soft_cap": soft_cap, "backend": backend}
-    if groups is not None and num_decodes:
+    in_groups = groups is not None and num_decodes > 0
+    if in_groups:
         visible, shared = masks.split_at_prefixes(visible, groups, num_decodes)
-    out, lse = attend(q, pages, batch, visible, num_decodes=num_decodes, **scores)
-    if groups is not None and num_decodes:
+    in_parts = in_groups or any(part is not None for part in (tree_mask, sinks, v_scale))
+    out, lse = _attend(
+        q,
+        pages,
+        batch,
+        visible,
+        num_decodes=num_decodes,
+        out_dtype=_FLOAT32 if in_parts else dtype,
+        **scores,
+    )
+    if in_groups:
         out, lse = _with_groups(out, lse, q, pages, batch, groups, shared, **scores)
     if tree_mask is not None:
         own = attend_within_trees(
@@ -170,6 +183,7 @@ def tree_attention(
     *,
     positions: jax.Array,
     until: jax.Array,
+    paths: Paths,
     num_decodes: int,
     scale: float,
     window: int | None = None,
@@ -177,20 +191,34 @@ def tree_attention(
     sinks: jax.Array | None = None,
     backend: backends.Backend = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """As `paged_attention`, of a batch whose decodes are the tokens of small trees.
+    """As `paged_attention`, of a batch whose first tokens are those of small trees.
 
-    Each of these tokens is a decode of `batch`, and sees the committed context of its row; their
-    trees are the rows of `trees`, with at most `width` tokens each, and see themselves by
-    `tree_mask` bool [tokens, width] as there. The other rows of `batch` are prefill chunks. A token
-    at `positions` int32 [tokens] sees no positions of `until` int32 [tokens] or after, but for
-    those of its tree. Many short rows as decodes do not pay for blocks of a chunk's queries.
+    Each of these tokens is a row of `batch`, with the page table of its tree, and sees the
+    committed context before `paths.first` and then its path; the other rows are prefill chunks. A
+    token at `positions` int32 [tokens] sees none of `until` int32 [tokens] or after.
+
+    In plain XLA a token attends as a decode would whose context is its path, to the last bit.
+    Kernels know no paths: there the rows of `trees`, with at most `width` tokens each, see
+    themselves by `tree_mask` bool [tokens, width] as in `paged_attention`, and the rest of their
+    paths, all trees being decodes, is merged in. Many short rows as decodes do not pay for blocks
+    of a chunk's queries.
     """
     since = jnp.zeros_like(until) if window is None else jnp.maximum(positions + 1 - window, 0)
     visible = Visible(jnp.minimum(since, until), until)
     options = {"scale": scale, "soft_cap": soft_cap}
-    context = attend(q, pages, batch, visible, num_decodes=num_decodes, backend=backend, **options)
-    own = attend_within_trees(q, pages, trees, tree_mask, num_decodes=0, window=window, **options)
-    out, lse = merge_two(*context, *own)
+    of_batch = {"num_decodes": num_decodes, "backend": backend} | options
+    if _uses_xla(backend, q, pages, batch, visible, num_decodes=num_decodes, **options):
+        dtype = q.dtype if sinks is None else _FLOAT32
+        out, lse = _attend(q, pages, batch, visible, out_dtype=dtype, paths=paths, **of_batch)
+    else:
+        trees_at = slice(num_decodes)
+        before = until.at[trees_at].min(paths.first)
+        committed = Visible(jnp.minimum(since, before), before)
+        context = attend(q, pages, batch, committed, **of_batch)
+        own = attend_within_trees(
+            q, pages, trees, tree_mask, num_decodes=0, window=window, **options
+        )
+        out, lse = merge_two(*context, *own)
     if sinks is not None:
         out, lse = merge_sinks(out, lse, sinks.astype(jnp.float32))
     return out.astype(q.dtype), lse
@@ -209,32 +237,72 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Partial attention of each token to any range of its row's positions.
 
-    As `paged_attention`, with `visible` in place of every mask. `batch.context` is not read, and
-    `batch.starts` and `batch.lengths` only for rows that are not decodes. Elements of pages without
-    scales are used as they are. Visible ranges are limited to the capacity of a row's page table.
+    As `paged_attention`, with `visible` in place of every mask, and out float32, so that merging
+    rounds no partial: the caller rounds the result. `batch.context` is not read, and `batch.starts`
+    and `batch.lengths` only for rows that are not decodes. Elements of pages without scales are
+    used as they are. Visible ranges are limited to the capacity of a row's page table.
     """
+    return _attend(
+        q,
+        pages,
+        batch,
+        visible,
+        num_decodes=num_decodes,
+        scale=scale,
+        soft_cap=soft_cap,
+        backend=backend,
+        out_dtype=_FLOAT32,
+    )
+
+
+def _attend(
+    q: jax.Array,
+    pages: Pages,
+    batch: RaggedBatch,
+    visible: Visible,
+    *,
+    num_decodes: int,
+    scale: float,
+    soft_cap: float | None,
+    backend: backends.Backend,
+    out_dtype: jnp.dtype,
+    paths: Paths | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As `attend`, with out of `out_dtype`; in plain XLA where there are `paths`."""
     checks.check(q, pages, batch, num_decodes, scale)
     rows, max_pages = batch.tables.shape
     # If all rows are decodes, the tokens after them belong to no row.
     served = num_decodes if rows == num_decodes else len(q)
     if served == 0 or max_pages == 0:
-        return _empty(q, pages)
+        return _empty(q, pages, out_dtype)
     until = jnp.minimum(visible.until, max_pages * pages.k.shape[3])
-    operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
-    out, lse = operation.run(
-        backend,
-        as_keys(q[:served], pages),
-        pages,
-        batch,
-        Visible(visible.since[:served], until[:served]),
-        num_decodes=num_decodes,
-        scale=scale,
-        soft_cap=soft_cap,
-    )
+    visible = Visible(visible.since[:served], until[:served])
+    arguments = as_keys(q[:served], pages), pages, batch, visible
+    options = {
+        "num_decodes": num_decodes,
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "out_dtype": out_dtype,
+    }
+    if paths is not None:
+        out, lse = xla.paged_attention(*arguments, paths=paths, **options)
+    else:
+        out, lse = _operation(pages).run(backend, *arguments, **options)
     out = as_keys(out, pages)
     if served == len(q):
         return out, lse
-    return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:], pages))))
+    return tuple(map(jnp.concatenate, zip((out, lse), _empty(q[served:], pages, out_dtype))))
+
+
+def _operation(pages: Pages) -> backends.Operation:
+    return _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
+
+
+def _uses_xla(backend: backends.Backend, *arguments, **options) -> bool:
+    """Whether `attend` of these arguments runs in plain XLA."""
+    _, pages, *_ = arguments
+    chosen = _operation(pages).choose(backend, *arguments, out_dtype=_FLOAT32, **options)
+    return chosen is xla.paged_attention
 
 
 def _with_groups(
@@ -258,26 +326,26 @@ def _with_groups(
     until = jnp.minimum(visible.until, batch.tables.shape[1] * pages.k.shape[3])
     arguments = as_keys(q[:decodes], pages), pages, rows, Visible(visible.since, until)
     scores = {"scale": scale, "soft_cap": soft_cap}
-    operation = _ATTEND_LATENTS if isinstance(pages, LatentPages) else _ATTEND
-    chosen = operation.choose(backend, *arguments, num_decodes=0, **scores)
+    in_xla = _uses_xla(backend, *arguments, num_decodes=0, **scores)
 
     def merged():
-        if chosen is xla.paged_attention:
+        if in_xla:
             shared, its_lse = xla_prefix.attend(*arguments, **scores)
         else:
-            shared, its_lse = operation.run(backend, *arguments, num_decodes=0, **scores)
+            options = {"num_decodes": 0, "out_dtype": _FLOAT32} | scores
+            shared, its_lse = _operation(pages).run(backend, *arguments, **options)
         its_lse = jnp.where(batch.context[:decodes, None] > 0, its_lse, -jnp.inf)
         both = merge_two(out[:decodes], lse[:decodes], as_keys(shared, pages), its_lse)
         return tuple(map(jnp.concatenate, zip(both, (out[decodes:], lse[decodes:]))))
 
-    if chosen is not xla.paged_attention:
+    if not in_xla:
         return merged()
     return lax.cond(jnp.any(groups.lengths > 0), merged, lambda: (out, lse))
 
 
-def _empty(q: jax.Array, pages: Pages) -> tuple[jax.Array, jax.Array]:
+def _empty(q: jax.Array, pages: Pages, out_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """The partial of these queries over no keys."""
-    return empty_partial(q[..., : pages.value_dim], q.dtype)
+    return empty_partial(q[..., : pages.value_dim], out_dtype)
 
 
 def write_kv(

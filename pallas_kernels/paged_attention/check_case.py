@@ -20,7 +20,9 @@ _TOLERANCE = 4 * eps("bfloat16")
 """For any dtype: on some devices even float32 products default to bfloat16 passes."""
 
 
-def shapes_class(q, pages, batch, visible, *, num_decodes, scale, soft_cap=None) -> str:
+def shapes_class(
+    q, pages, batch, visible, *, num_decodes, scale, soft_cap=None, out_dtype=None
+) -> str:
     """Everything static that selects the machine code, except batch sizes."""
     has = {"decode": num_decodes, "prefill": len(q) - num_decodes}
     scaled = "" if pages.scales is None else "scaled "
@@ -29,6 +31,7 @@ def shapes_class(q, pages, batch, visible, *, num_decodes, scale, soft_cap=None)
         f"{q.dtype} on {scaled}{pages.k.dtype} pages of {pages.k.shape[3]}, "
         f"heads {q.shape[1]}/{pages.k.shape[1]}, head_dim {q.shape[2]}"
         f"{'' if soft_cap is None else ', soft cap'}"
+        f"{'' if out_dtype in (None, q.dtype) else f', results {out_dtype}'}"
     )
 
 

@@ -36,8 +36,7 @@ def attend_within_chunks(
     decodes; its tables are not read.
 
     q [tokens, heads, dim], k [tokens, kv_heads, dim], v [tokens, kv_heads, value_dim]. Returns out
-    [tokens, heads, value_dim] of q's dtype and lse float32 [tokens, heads], empty for tokens of no
-    row.
+    [tokens, heads, value_dim] and lse [tokens, heads], both float32, empty for tokens of no row.
     """
     row, index, owned = owners(batch, len(q))
     start = batch.starts[row]
@@ -54,5 +53,12 @@ def attend_within_chunks(
     rows = batch._replace(tables=shared)
     # No kernel takes values of fewer features than keys.
     return xla.paged_attention(
-        q, pages, rows, visible, num_decodes=0, scale=scale, soft_cap=soft_cap
+        q,
+        pages,
+        rows,
+        visible,
+        num_decodes=0,
+        scale=scale,
+        soft_cap=soft_cap,
+        out_dtype=jnp.dtype(jnp.float32),
     )

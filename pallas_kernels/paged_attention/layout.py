@@ -192,6 +192,20 @@ class DecodeGroups(NamedTuple):
     context: jax.Array
 
 
+class Paths(NamedTuple):
+    """Tokens that are on paths through trees of drafts: where the keys and values of the last
+    positions of their rows are, in whatever order the trees were written.
+
+    Of token t, position `first[t] + i` is in slot (page_ids[t, i], offsets[t, i]) and not where the
+    page table has it. int32 [tokens], [tokens, most] and [tokens, most]; `first` is beyond every
+    context for a token of no tree.
+    """
+
+    first: jax.Array
+    page_ids: jax.Array
+    offsets: jax.Array
+
+
 class Visible(NamedTuple):
     """Visible range of each token: since <= position < until of its row, int32 [tokens] each.
 

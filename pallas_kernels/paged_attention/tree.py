@@ -36,7 +36,7 @@ def attend_within_trees(
 ) -> tuple[jax.Array, jax.Array]:
     """Partial attention of every tree's tokens to its own tokens; empty for all other tokens.
 
-    Arguments as in `api.paged_attention`. Returns out of q's dtype and lse float32.
+    Arguments as in `api.paged_attention`. Returns out and lse, both float32.
     """
     tokens, page_size = len(q), pages.k.shape[3]
     trees = jax.tree.map(lambda field: field[num_decodes:], batch)
@@ -77,7 +77,7 @@ def attend_within_trees(
     out = out[tree, index]
     lse = lse[tree, index]
     out = lax.select(jnp.broadcast_to(seen[:, None, None], out.shape), out, jnp.zeros_like(out))
-    return out.astype(q.dtype), jnp.where(seen[:, None], lse, -jnp.inf)
+    return out, jnp.where(seen[:, None], lse, -jnp.inf)
 
 
 def attend_densely(

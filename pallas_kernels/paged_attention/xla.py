@@ -22,10 +22,16 @@ from pallas_kernels.paged_attention.layout import (
     KVPages,
     LatentPages,
     Pages,
+    Paths,
     RaggedBatch,
     Visible,
     packed_int4,
-    unpacked_int4,
+)
+from pallas_kernels.paged_attention.xla_gather import (
+    block_of_pages,
+    gathered_pages,
+    keys_and_values,
+    on_paths,
 )
 
 # Rows per group. Sorting decodes by context length reduces waste within each group.
@@ -124,11 +130,25 @@ def _largest(dtype):
 
 
 def paged_attention(
-    q, pages: Pages, batch: RaggedBatch, visible: Visible, *, num_decodes, scale, soft_cap=None
+    q,
+    pages: Pages,
+    batch: RaggedBatch,
+    visible: Visible,
+    *,
+    num_decodes,
+    scale,
+    soft_cap=None,
+    out_dtype=None,
+    paths: Paths | None = None,
 ):
-    """As `api.attend`."""
+    """As `api.attend`, with out of `out_dtype`, by default that of q.
+
+    paths: of the first tokens, decodes or rows of one token, which attend as if their paths were
+        where the page tables have them, to the last bit.
+    """
     tokens, heads, dim = q.shape
     kv_heads = pages.k.shape[1]
+    out_dtype = out_dtype or q.dtype
     if q.dtype == jnp.float32:  # fewer than scores; other dtypes would round again
         q, scale = q * scale, 1
     q = q.reshape(tokens, kv_heads, heads // kv_heads, dim)
@@ -136,20 +156,25 @@ def paged_attention(
     outs, lses = [], []
     if num_decodes:
         few = Visible(*(limit[:num_decodes] for limit in visible))
-        out, lse = _decode(q[:num_decodes], pages, batch.tables[:num_decodes], few, to_scores)
+        tables = batch.tables[:num_decodes]
+        own = jax.tree.map(lambda array: array[:num_decodes], paths)
+        out, lse = _decode(q[:num_decodes], pages, tables, few, own, to_scores, out_dtype)
         outs.append(out)
         lses.append(lse)
     if tokens > num_decodes:
         rest = batch.after_decodes(num_decodes)
         many = Visible(*(limit[num_decodes:] for limit in visible))
-        out, lse = _prefill(q[num_decodes:], pages, rest, many, to_scores)
+        own = None
+        if paths is not None and len(paths.first) > num_decodes:
+            own = jax.tree.map(lambda array: array[num_decodes:], paths)
+        out, lse = _prefill(q[num_decodes:], pages, rest, many, own, to_scores, out_dtype)
         outs.append(out)
         lses.append(lse)
     out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
     return out.reshape(tokens, heads, pages.value_dim), lse.reshape(tokens, heads)
 
 
-def _decode(q, pages: Pages, tables, visible: Visible, to_scores):
+def _decode(q, pages: Pages, tables, visible: Visible, paths: Paths | None, to_scores, out_dtype):
     """One token per row: q [rows, kv_heads, group, dim], tables [rows, max_pages].
 
     Rows are processed in groups, page by page, each group up to its longest context.
@@ -164,6 +189,8 @@ def _decode(q, pages: Pages, tables, visible: Visible, to_scores):
     after_page = jnp.where(sees, ceil_div(until, page_size), 0)
     begins = jnp.min(first_page.reshape(-1, together), axis=1)
     ends = jnp.max(after_page.reshape(-1, together), axis=1)
+    if paths is not None:
+        paths = Paths(*(padded_to(array, 0, together) for array in paths))
 
     def few(index, outputs):
         first = index * together
@@ -172,15 +199,21 @@ def _decode(q, pages: Pages, tables, visible: Visible, to_scores):
             for array in (padded, tables, since, until)
         )
 
+        if paths is not None:
+            own = Paths(*(lax.dynamic_slice_in_dim(array, first, together) for array in paths))
+
         def block(page, carry):
             ids = lax.dynamic_index_in_dim(table, page, axis=1, keepdims=False)
-            k, v = _keys_and_values(pages, ids, page, q.dtype)
-            products = jnp.einsum("rhgd,rhds->rhgs", q_few, k, preferred_element_type=jnp.float32)
             position = page * page_size + jnp.arange(page_size)[None]
+            if paths is not None:
+                seen_until = until_few > page * page_size
+                ids = on_paths(ids, position, own, seen_until)
+            k, v = keys_and_values(pages, ids, page, q.dtype)
+            products = jnp.einsum("rhgd,rhds->rhgs", q_few, k, preferred_element_type=jnp.float32)
             seen = (position >= since_few[:, None]) & (position < until_few[:, None])
             v_scale = None
             if pages.scales is not None:
-                scales = pages.scales.at[ids].get(mode="clip")
+                scales = gathered_pages(pages.scales, ids, 3)
                 k_scale, v_scale = scales[:, :, :1], scales[:, :, 1:]
                 products *= k_scale
                 v_scale = jnp.where(seen[:, None, None], v_scale, 0)
@@ -192,15 +225,24 @@ def _decode(q, pages: Pages, tables, visible: Visible, to_scores):
 
         empty = empty_softmax((*q_few.shape[:-1], pages.value_dim))
         carry = lax.fori_loop(begins[index], ends[index], block, empty)
-        results = finish(carry, (until_few > since_few)[:, None, None], q.dtype)
+        results = finish(carry, (until_few > since_few)[:, None, None], out_dtype)
         return _write_back(outputs, results, first)
 
     groups = padded.shape[0] // together
-    out, lse = lax.fori_loop(0, groups, few, _empty_outputs(padded, pages.value_dim))
+    outputs = _empty_outputs(padded, pages.value_dim, out_dtype)
+    out, lse = lax.fori_loop(0, groups, few, outputs)
     return out[:rows], lse[:rows]
 
 
-def _prefill(q, pages: Pages, batch: RaggedBatch, visible: Visible, to_scores):
+def _prefill(
+    q,
+    pages: Pages,
+    batch: RaggedBatch,
+    visible: Visible,
+    paths: Paths | None,
+    to_scores,
+    out_dtype,
+):
     """Chunks of several tokens: q [tokens, kv_heads, group, dim], starts relative to them.
 
     One work item is PREFILL_QUERIES consecutive tokens of one row. The last item of a row overlaps
@@ -237,11 +279,16 @@ def _prefill(q, pages: Pages, batch: RaggedBatch, visible: Visible, to_scores):
             jnp.tile(limit, group)[:, None] for limit in (since_item, until_item)
         )
 
+        if paths is not None:
+            own = Paths(*(jnp.repeat(array[start][None], per_block, axis=0) for array in paths))
+
         def block(block_index, carry):
             ids = lax.dynamic_slice_in_dim(table, block_index * per_block, per_block)
+            position = block_index * span + jnp.arange(span)[None]
+            if paths is not None:
+                ids = on_paths(ids, position.reshape(per_block, -1), own, True)
             k, v = block_of_pages(pages, ids, block_index, q.dtype)
             products = jnp.einsum("hqd,hds->hqs", q_item, k, preferred_element_type=jnp.float32)
-            position = block_index * span + jnp.arange(span)[None]
             inside = (position >= firsts[index]) & (position < lasts[index])
             v = jnp.where(inside[..., None], v, 0)  # unseen values may be NaN
             seen = (position >= since_item) & (position < until_item)
@@ -250,73 +297,16 @@ def _prefill(q, pages: Pages, batch: RaggedBatch, visible: Visible, to_scores):
 
         empty = empty_softmax((*q_item.shape[:-1], value_dim))
         carry = lax.fori_loop(begins[index], ends[index], block, empty)
-        out, lse = finish(carry, True, q.dtype)
+        out, lse = finish(carry, True, out_dtype)
         out = out.reshape(kv_heads, group, queries, value_dim).transpose(2, 0, 1, 3)
         lse = lse.reshape(kv_heads, group, queries).transpose(2, 0, 1)
         return _write_back(outputs, (out, lse), start)
 
-    out, lse = lax.fori_loop(0, items_up_to[-1], attend, _empty_outputs(padded, value_dim))
+    outputs = _empty_outputs(padded, value_dim, out_dtype)
+    out, lse = lax.fori_loop(0, items_up_to[-1], attend, outputs)
     sees = visible.until > visible.since
     out = jnp.where(sees[:, None, None, None], out[:tokens], 0)
     return out, jnp.where(sees[:, None, None], lse[:tokens], -jnp.inf)
-
-
-def block_of_pages(pages: Pages, ids, block, dtype):
-    """Keys [kv_heads, head_dim, span] and values [kv_heads, span, value_dim] of consecutive pages
-    `ids`, in `dtype` and with their scales, within the loop over blocks."""
-    k, v = _keys_and_values(pages, ids, block, dtype)
-    if pages.scales is not None:  # Of the fewer: there are more scores than elements.
-        scales = pages.scales.at[ids].get(mode="clip")
-        k = (k * scales[:, :, :1]).astype(dtype)
-        v = (v * scales[:, :, 1, :, None]).astype(dtype)
-    _, kv_heads, dim, _ = k.shape
-    k = k.transpose(1, 2, 0, 3).reshape(kv_heads, dim, -1)
-    return k, v.transpose(1, 0, 2, 3).reshape(kv_heads, -1, v.shape[3])
-
-
-def _keys_and_values(pages: Pages, ids, block, dtype):
-    """Keys [ids, kv_heads, head_dim, page_size] and values [ids, kv_heads, page_size, value_dim]
-    of pages `ids`, in `dtype`, within the loop over blocks."""
-    k = _features(pages.k, ids, block, dtype, axis=2)
-    if isinstance(pages, LatentPages):
-        return k, k[:, :, : pages.value_dim].swapaxes(2, 3)
-    return k, _features(pages.v, ids, block, dtype, axis=3)
-
-
-def _features(array, ids, block, dtype, axis):
-    """Pages `ids` of an array with features along `axis`, in `dtype`, within the loop over
-    blocks."""
-
-    def gathered(array):
-        return array.at[ids].get(mode="clip")
-
-    def on_cpu(array):
-        # Of small floats XLA would convert the whole pool, and their bits would be a copy of the
-        # pool, made before the loop, but for a condition that only the loop knows.
-        def bits():
-            return gathered(as_bits(array))
-
-        nothing = jax.eval_shape(bits)
-        return _from_float8(
-            lax.cond(block >= 0, bits, lambda: jnp.zeros(nothing.shape, nothing.dtype)), dtype
-        )
-
-    def elsewhere(array):
-        return gathered(array).astype(dtype)
-
-    if array.dtype == jnp.uint8:
-        return unpacked_int4(gathered(array), axis).astype(dtype)
-    if array.dtype != jnp.float8_e4m3fn:
-        return elsewhere(array)
-    return lax.platform_dependent(array, cpu=on_cpu, default=elsewhere)
-
-
-def _from_float8(bits, dtype):
-    """float8_e4m3fn of these bits, exactly; NaN becomes 480. As float16 the bits are 256 times
-    less, subnormal ones included."""
-    bits = bits.astype(jnp.uint16)
-    half = lax.bitcast_convert_type((bits & 0x80) << 8 | (bits & 0x7F) << 7, jnp.float16)
-    return (half.astype(jnp.float32) * 256).astype(dtype)
 
 
 def scores_of(products, scale, soft_cap):
@@ -356,9 +346,9 @@ def finish(carry, present, dtype):
     return out, jnp.where(present, peak + jnp.log(total), -jnp.inf)
 
 
-def _empty_outputs(q, value_dim):
+def _empty_outputs(q, value_dim, dtype):
     """out = 0 and lse = -inf for every token of q [tokens, kv_heads, group, dim]."""
-    out = jnp.zeros((*q.shape[:3], value_dim), q.dtype)
+    out = jnp.zeros((*q.shape[:3], value_dim), dtype)
     return out, jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
 
 

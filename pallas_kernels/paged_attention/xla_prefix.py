@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels.arrays import ceil_div
 from pallas_kernels.paged_attention import xla
 from pallas_kernels.paged_attention.layout import Pages, RaggedBatch, Visible
+from pallas_kernels.paged_attention.xla_gather import block_of_pages
 
 PREFIX_QUERIES = 8
 """Tokens of a tile: a product computes all of them, whether the group has as many or not."""
@@ -40,7 +41,7 @@ def attend(q, pages: Pages, batch: RaggedBatch, visible: Visible, *, scale, soft
 
         def attend_block(block, carry):
             ids = lax.dynamic_slice_in_dim(table, block * per_block, per_block)
-            k, v = xla.block_of_pages(pages, ids, block, q.dtype)
+            k, v = block_of_pages(pages, ids, block, q.dtype)
             position = block * span + jnp.arange(span)
             v = jnp.where((position < last)[:, None], v, 0)  # unseen values may be NaN
 
@@ -78,7 +79,7 @@ def attend(q, pages: Pages, batch: RaggedBatch, visible: Visible, *, scale, soft
     empty = xla.empty_softmax((*padded.shape[:3], pages.value_dim))
     carry = lax.fori_loop(0, jnp.sum(batch.lengths > 0), attend_group, empty)
     present = jnp.pad(visible.until > 0, (0, tile))[None, :, None]
-    out, lse = xla.finish(carry, present, q.dtype)
+    out, lse = xla.finish(carry, present, jnp.float32)
     out, lse = out.swapaxes(0, 1)[:tokens], lse.swapaxes(0, 1)[:tokens]
     return out.reshape(tokens, heads, pages.value_dim), lse.reshape(tokens, heads)
 

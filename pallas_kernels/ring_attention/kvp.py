@@ -51,7 +51,8 @@ def kvp_attention(
         soft_cap=soft_cap,
         backend=backend,
     )
-    return merge_over(axis_name, *partial)
+    out, lse = merge_over(axis_name, *partial)
+    return out.astype(q.dtype), lse
 
 
 def kvp_partial(
@@ -68,8 +69,8 @@ def kvp_partial(
 ) -> tuple[jax.Array, jax.Array]:
     """This rank's partial of `kvp_attention`, for the caller to merge over the ranks.
 
-    Returns out [tokens, query_heads, value_dim] and lse [tokens, query_heads] float32 of the rank's
-    own pages.
+    Returns out [tokens, query_heads, value_dim] and lse [tokens, query_heads], both float32, of the
+    rank's own pages.
     """
     layout, rank = (
         round_robin(pages.k.shape[3], lax.axis_size(axis_name)),

@@ -56,12 +56,14 @@ def token_ring(
     """
     ranks, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
     out, lse = empty_partial(q, jnp.float32)
+    dtype = q.dtype
     for step in range(ranks):
         arriving = send(q, 1, axis_name) if step < ranks - 1 else None
         partial = attend(q, pages, *work.between((rank - step) % ranks, rank, tables))
         # Results sent home in the last step have arrived by the end of this one.
         (out, lse), partial, q = lax.optimization_barrier(((out, lse), partial, arriving))
         if step:
-            partial = send(partial, -step, axis_name)
+            # A result is as large as its queries only in their dtype.
+            partial = send((partial[0].astype(dtype), partial[1]), -step, axis_name)
         out, lse = merge_two(out, lse, *partial)
     return out, lse

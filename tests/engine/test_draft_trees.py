@@ -285,11 +285,33 @@ def test_other_methods_have_no_tree(llama):
         llama.load(speculative_config=keys)
 
 
-@pytest.mark.parametrize("settings", [{"context_parallel_size": 2}, {"batch_invariant": True}])
-def test_what_would_cut_a_tree_is_refused(llama, heads, settings):
-    (name,) = settings
-    with pytest.raises(ConfigError, match=f"trees of drafts, but {name} is"):
-        llama.load(**drafted(heads, speculative_token_tree=[2]), **settings)
+def test_what_would_cut_a_tree_is_refused(llama, heads):
+    trees = drafted(heads, speculative_token_tree=[2])
+    with pytest.raises(ConfigError, match="trees of drafts, but context_parallel_size is"):
+        llama.load(**trees, context_parallel_size=2)
+    with pytest.raises(ConfigError, match="'pallas', but no kernel attends along the paths"):
+        llama.load(**trees, batch_invariant=True, attention_backend="pallas")
+
+
+@exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_tiles_log_probabilities_are_bit_for_bit_those_without_drafts(llama, heads, dtype):
+    """A tree of 14 tokens is in two tiles or more."""
+    settings = {"dtype": dtype, "batch_invariant": True, "max_num_seqs": 2}
+    names = ("few tokens", "greedy letters", "logprobs", "penalties")
+    params = [dataclasses.replace(OPTIONS[name], logprobs=3) for name in names]
+    arrivals = [Arrival(llama.prompts[i], own, 2 * i) for i, own in enumerate(params)]
+    with (
+        llama.load(**settings) as plain,
+        llama.load(**settings | drafted(heads, speculative_token_tree=TREE)) as llm,
+    ):
+        found = drive(llm.engine, arrivals)
+        drafts, _, accepted = counted(llm)
+        assert accepted > drafts
+        for arrival, output in zip(arrivals, found):
+            alone = generate(plain, arrival.prompt, arrival.params).outputs[0]
+            assert output.outputs[0].token_ids == alone.token_ids
+            assert output.outputs[0].logprobs == alone.logprobs
 
 
 def test_a_tree_needs_room_in_a_step(llama, heads):

@@ -16,9 +16,9 @@ PCIE = HostRates(to_device=50 * GB, to_host=50 * GB, decode=150 * GB, chunk=600 
 
 
 def test_bytes():
-    """Keys and values of 8 heads, and queries, results and log-sum-exps of 32."""
+    """Keys and values of 8 heads, and queries, float32 results and log-sum-exps of 32."""
     assert LLAMA_8B.page_bytes(1000) == 32 * 1000 * 2 * 8 * 128 * 2
-    assert LLAMA_8B.query_bytes(3) == 32 * 3 * 32 * (2 * 128 * 2 + 4)
+    assert LLAMA_8B.query_bytes(3) == 32 * 3 * 32 * (128 * 2 + 128 * 4 + 4)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_the_faster_way_is_taken(rates, decodes, chunk, host_tokens, queries):
 
 
 def test_both_ways_take_the_same_time_where_the_rates_say_so():
-    """Of one decode 4096 S / link = 16,512 / link + 4096 S / host."""
-    even = 16_512 / 4096 / (1 - 50 / 150)
+    """Of one decode 4096 S / link = 24,704 / link + 4096 S / host."""
+    even = 24_704 / 4096 / (1 - 50 / 150)
     assert not LLAMA_8B.favour_queries(PCIE, 1, 0, int(even))
     assert LLAMA_8B.favour_queries(PCIE, 1, 0, int(even) + 1)
 

@@ -47,7 +47,7 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "trees of drafts",
-        ("context_parallel_size", "batch_invariant", "dual_batch_overlap"),
+        ("context_parallel_size", "dual_batch_overlap"),
         "it would split a tree, which one pass of attention has to see whole",
         "draft one guess of each token",
     ),

@@ -46,7 +46,7 @@ class HostReads:
         return self.num_layers * tokens * self.heads * self.head_dim * self.itemsize
 
     def _results(self, tokens: int) -> int:
-        return self._queries(tokens) + self.num_layers * tokens * self.heads * 4
+        return self.num_layers * tokens * self.heads * (self.head_dim + 1) * 4
 
     def seconds(
         self, rates: HostRates, by_queries: bool, decodes: int, chunk: int, host_tokens: int

@@ -191,7 +191,7 @@ def _run(
             q.reshape(count, top_k, *q.shape[1:]), *kept.astype(q.dtype), on_way, **options
         )
         out, lse = (array.reshape(len(q), *array.shape[2:]) for array in (out, lse))
-        return merge_two(*context, out.astype(q.dtype), lse)[0].astype(q.dtype)
+        return merge_two(*context, out, lse)[0].astype(q.dtype)
 
     x = layer.drafter.family.layer(params["layers"][0], config, kind, x, shared, attention)
     return layer.expected(params, x, hidden.dtype).reshape(count, top_k, -1), kept

@@ -343,6 +343,12 @@ def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
 def _check_backend(shapes: ProgramShapes) -> None:
     """Raises ConfigError for an explicit backend without support; "auto" only warns."""
     if shapes.config.attention_backend == "pallas":
+        if shapes.attention_backend != "pallas":
+            raise ConfigError(
+                "attention_backend is 'pallas', but no kernel attends along the paths of trees of "
+                "drafts with batch_invariant=True; leave attention_backend out, or draft one guess "
+                "of each token."
+            )
         check_attention(shapes)
 
 

@@ -31,6 +31,7 @@ def unsupported(
     num_decodes: int,
     scale: float,
     soft_cap: float | None = None,
+    out_dtype: jnp.dtype | None = None,
 ) -> str | None:
     """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not."""
     if num_decodes:
@@ -47,25 +48,33 @@ def paged_attention(
     num_decodes: int,
     scale: float,
     soft_cap: float | None = None,
+    out_dtype: jnp.dtype | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `api.attend`. Raises ValueError for what `unsupported` names.
+    """As `xla.paged_attention`. Raises ValueError for what `unsupported` names. The prefill kernel
+    has room for results of q's dtype alone, so those are rounded to it in any case.
 
     interpret: what `compat.gpu_interpreter` gives, to run on the host.
     """
     options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
+    out_dtype = out_dtype or q.dtype
     parts = []
     if num_decodes:
-        decoded = decode.paged_decode(q, pages, batch, visible, num_decodes=num_decodes, **options)
+        decoded = decode.paged_decode(
+            q, pages, batch, visible, num_decodes=num_decodes, out_dtype=out_dtype, **options
+        )
         parts.append(decoded)
     if len(q) > num_decodes:
         rest = batch.after_decodes(num_decodes)
         visible = Visible(*(field[num_decodes:] for field in visible))
         arguments = q[num_decodes:], pages, rest, visible
         if num_decodes and prefill.unsupported(q, pages):
-            part = xla.paged_attention(*arguments, num_decodes=0, scale=scale, soft_cap=soft_cap)
+            part = xla.paged_attention(
+                *arguments, num_decodes=0, scale=scale, soft_cap=soft_cap, out_dtype=out_dtype
+            )
         else:
             part = prefill.paged_prefill(*arguments, **options)
+            part = part[0].astype(out_dtype), part[1]
         parts.append(part)
     if len(parts) == 1:
         return parts[0]

@@ -126,6 +126,7 @@ def paged_decode(
     num_decodes: int,
     scale: float,
     soft_cap: float | None = None,
+    out_dtype: jnp.dtype | None = None,
     split_tokens: int | None = None,
     num_sms: int | None = None,
     interpret: Any = None,
@@ -140,9 +141,9 @@ def paged_decode(
 
     Page ids are clipped to the pool, and a row's visible range to the capacity of its page table.
 
-    Returns out [num_decodes, query_heads, head_dim] and lse [num_decodes, query_heads] float32; 0
-    and -inf for a row that sees nothing. Raises ValueError for what `unsupported` names, for
-    num_decodes below 1 and for other split_tokens.
+    Returns out [num_decodes, query_heads, head_dim] of `out_dtype`, by default that of q, and lse
+    [num_decodes, query_heads] float32; 0 and -inf for a row that sees nothing. Raises ValueError
+    for what `unsupported` names, for num_decodes below 1 and for other split_tokens.
     """
     if split_tokens is not None and (split_tokens < 1 or split_tokens % TILE):
         raise ValueError(f"split_tokens is {split_tokens}; it must be a multiple of {TILE}.")
@@ -173,7 +174,13 @@ def paged_decode(
     )
     parts = kernel(q, pages.k, pages.v, batch.tables, since, until, ends, *_scales(pages))
     return merge_splits(
-        *parts, since, until, cutting=cutting, group=group, dtype=q.dtype, interpret=interpret
+        *parts,
+        since,
+        until,
+        cutting=cutting,
+        group=group,
+        dtype=out_dtype or q.dtype,
+        interpret=interpret,
     )
 
 

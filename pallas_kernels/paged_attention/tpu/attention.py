@@ -71,6 +71,7 @@ def unsupported(
     num_decodes: int,
     scale: float,
     soft_cap: float | None = None,
+    out_dtype: jnp.dtype | None = None,
     interpret: Any = None,
 ) -> str | None:
     """Why `paged_attention` refuses arrays of these shapes and dtypes, None if it does not.
@@ -115,6 +116,7 @@ def paged_attention(
     num_decodes: int,
     scale: float,
     soft_cap: float | None = None,
+    out_dtype: jnp.dtype | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Same arguments and results as `xla.paged_attention`.
@@ -138,7 +140,12 @@ def paged_attention(
         raise ValueError(reason)
     together = max(1, MAX_TABLE // batch.tables.shape[1])
     attend = functools.partial(
-        _attend, pages=pages, scale=scale, soft_cap=soft_cap, interpret=interpret
+        _attend,
+        pages=pages,
+        scale=scale,
+        soft_cap=soft_cap,
+        out_dtype=out_dtype or q.dtype,
+        interpret=interpret,
     )
     limits = jnp.stack(visible, axis=-1)
     parts = []
@@ -152,7 +159,8 @@ def paged_attention(
         q, limits = q[num_decodes:], limits[num_decodes:]
         tokens, heads, _ = q.shape
         queries = _queries(tokens, len(batch.tables) - num_decodes, heads // pages.k.shape[1])
-        out, lse = jnp.zeros_like(q), jnp.full((tokens, heads), -jnp.inf, jnp.float32)
+        out = jnp.zeros(q.shape, out_dtype or q.dtype)
+        lse = jnp.full((tokens, heads), -jnp.inf, jnp.float32)
         for first in range(num_decodes, len(batch.tables), together):
             few = slice(first, first + together)
             lengths = batch.lengths[few]
@@ -175,7 +183,19 @@ def _queries(tokens, rows, group):
 
 
 def _attend(
-    q, limits, tables, starts, lengths, begins, queries, *, pages, scale, soft_cap, interpret
+    q,
+    limits,
+    tables,
+    starts,
+    lengths,
+    begins,
+    queries,
+    *,
+    pages,
+    scale,
+    soft_cap,
+    out_dtype,
+    interpret,
 ):
     """Arrange tokens in tiles of `queries`, call the kernel, and undo the arrangement."""
     tokens, heads, dim = q.shape
@@ -195,6 +215,7 @@ def _attend(
         following,
         scale=scale,
         soft_cap=soft_cap,
+        out_dtype=out_dtype,
         interpret=interpret,
     )
     out = out.reshape(q.shape).transpose(0, 3, 1, 2, 4).reshape(-1, heads, dim)

@@ -99,6 +99,7 @@ def attend(
     *,
     scale: float,
     soft_cap: float | None,
+    out_dtype: jnp.dtype,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of tiles of queries over the pages of the rows they belong to.
@@ -107,7 +108,7 @@ def attend(
     limits [tiles, queries, 2] int32: since and until of each token.
     tables [rows, max_pages] int32; items and following as returned by `work_list`.
 
-    Returns out, shaped as q, and lse [tiles, kv_heads, 1, group * queries] float32.
+    Returns out of `out_dtype`, shaped as q, and lse [tiles, kv_heads, 1, group * queries] float32.
     """
     tiles, kv_heads, rows, dim = q.shape
     num_pages, _, _, page_size = pages.k.shape
@@ -294,7 +295,7 @@ def attend(
             ),
         ),
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape, out_dtype),
             jax.ShapeDtypeStruct((tiles, kv_heads, 1, rows), jnp.float32),
         ),
         compiler_params=pltpu.CompilerParams(

@@ -106,7 +106,7 @@ def attend(
         all_k, all_v = jnp.split(tokens.whole(jnp.concatenate([k, v], axis=1)), 2, axis=1)
         pages = write_kv(pages, all_k, all_v, page_ids, offsets)
         merged = _ring(layout, slot_mapping, pages, q, scale, window, soft_cap)
-        return _with_sinks(merged, sinks), pages
+        return _with_sinks(merged, sinks).astype(q.dtype), pages
     own = [q, k] if isinstance(pages, LatentPages) else [q, k, v]
     splits = [*itertools.accumulate(x.shape[1] for x in own[:-1])]
     all_q, *new = jnp.split(tokens.whole(jnp.concatenate(own, axis=1)), splits, axis=1)
@@ -127,7 +127,7 @@ def attend(
         parts.append(merge_over(SEQ, out[:rows], lse[:rows]))
     if tokens.share:
         parts.append(merge_scattered(SEQ, out[rows:], lse[rows:]))
-    return _with_sinks(_concatenated(parts), sinks), pages
+    return _with_sinks(_concatenated(parts), sinks).astype(q.dtype), pages
 
 
 def _ring(layout, slot_mapping, pages, q, scale, window, soft_cap):
@@ -179,4 +179,4 @@ def _with_sinks(merged, sinks):
     out, lse = merged
     if sinks is None:
         return out
-    return merge_sinks(out, lse, sinks.astype(jnp.float32))[0].astype(out.dtype)
+    return merge_sinks(out, lse, sinks.astype(jnp.float32))[0]

@@ -74,5 +74,6 @@ def attend(
     out, lse = attend_to_pages(q, pages, chunks, visible, num_decodes=0, **scores)
     new = of_heads.new(slice(num_decodes, None))
     own = attend_within_chunks(*new, chunks, window=window, **scores)
-    parts.append(merge_two(of_heads.values(out), lse, *own)[0])
+    before = of_heads.values(out.astype(q.dtype), dtype=jnp.float32)
+    parts.append(merge_two(before, lse, *own)[0].astype(q.dtype))
     return jnp.concatenate(parts), pages

@@ -144,13 +144,15 @@ def layers(
         def compute(p, pages, x, shared, slot_mapping, tokens, count):
             def of_tile(carry, arrays):
                 pages, load = carry
-                x, shared, page_ids, offsets, tokens = arrays
+                x, shared, page_ids, offsets, tokens, trees = arrays
                 batch, num_decodes = slot_mapping.batch, layout.key.decode_tokens
                 if layout.tile is not None:
                     batch, num_decodes = batch_of_tile(batch, tokens[0], layout.tile), 0
                 elif layout.in_halves:
                     batch, num_decodes = rows_of_half(batch, part, num_decodes)
                 own = slot_mapping._replace(page_ids=page_ids, offsets=offsets, batch=batch)
+                if layout.tile is not None:
+                    own = own._replace(trees=trees)
                 with pending_sums(layout.tile is None and not apart):
                     pages, x, counts = _layer(
                         family, config, layout, kind, p, own, num_decodes, pages, x, shared
@@ -158,7 +160,8 @@ def layers(
                 carry = pages, jax.tree.map(jnp.add, load, counts)
                 return carry, _in_its_dtype(x) if apart else x
 
-            of_tokens = (shared, slot_mapping.page_ids, slot_mapping.offsets, tokens)
+            trees = slot_mapping.trees if layout.tile is not None else None
+            of_tokens = (shared, slot_mapping.page_ids, slot_mapping.offsets, tokens, trees)
             arrays = (x, *_part(of_tokens, part))
             counted = kind.sparse and shared.real is not None
             load = jnp.zeros(config.moe.num_experts, jnp.int32) if counted else None
@@ -280,6 +283,7 @@ def _attend(
             trees.mask,
             positions=trees.positions,
             until=trees.until,
+            paths=trees.paths,
             num_decodes=num_decodes,
             scale=scale,
             window=window,

@@ -72,8 +72,8 @@ def enter_layer(
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
         )
-        partial = Partial(q, out.astype(jnp.float32), lse)
-        return out
+        partial = Partial(q, out, lse)
+        return out.astype(q.dtype)
 
     family.layer(_adapted(params, shared), config, kind, x, shared.of_family, attention)
     return pages, partial
@@ -120,7 +120,7 @@ def attend_on_host(
     means: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of queries to the first `batch.context` tokens of their rows, whose pages are those
-    of the host: out in the dtype of `q`, and lse. All of these tokens come before the step's. With
+    of the host: out and lse, both float32. All of these tokens come before the step's. With
     SparF, decodes attend to some of them; `means` are their mean values."""
     row, _, owned = owners(batch, len(q))
     until = jnp.where(owned, batch.context[row], 0)
@@ -141,7 +141,7 @@ def attend_on_host(
         return out, lse
     tables, context = batch.tables[:decodes], batch.context[:decodes]
     some = attend_to_some(config, sparf, q[:decodes], pages, tables, context, means)
-    return out.at[:decodes].set(some[0].astype(out.dtype)), lse.at[:decodes].set(some[1])
+    return out.at[:decodes].set(some[0]), lse.at[:decodes].set(some[1])
 
 
 def merge_from_host(partial: Partial, out: jax.Array, lse: jax.Array) -> Partial:

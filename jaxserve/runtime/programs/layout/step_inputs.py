@@ -6,18 +6,20 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.paged_attention import DecodeGroups, RaggedBatch
+from pallas_kernels.paged_attention import DecodeGroups, Paths, RaggedBatch
 
 
 class VisibleTrees(NamedTuple):
-    """What the tokens of a step with trees see: each the positions before `until` of its row, and
-    before its own, int32 [tokens] each, and those of its tree in `mask` bool [tokens, width].
-    `rows` are the trees, with their pages."""
+    """What the tokens of a step with trees see: each the positions before `until` int32 [tokens],
+    its own being `positions` int32 [tokens]; the last of them, if it is a tree's, along its path in
+    `paths`. `mask` bool [tokens, width] says which tokens of its tree are on it, and `rows` are the
+    trees, with their pages; None where a step is cut into tiles."""
 
     positions: jax.Array
     until: jax.Array
-    mask: jax.Array
-    rows: RaggedBatch
+    paths: Paths
+    mask: jax.Array | None
+    rows: RaggedBatch | None
 
 
 class SlotMapping(NamedTuple):

@@ -36,7 +36,7 @@ from jaxserve.runtime.programs.layout.step_inputs import (
 )
 from jaxserve.sampling.speculation import SpeculationState
 from jaxserve.sampling.trees import Trees, trees_of
-from pallas_kernels.paged_attention import DecodeGroups, RaggedBatch
+from pallas_kernels.paged_attention import DecodeGroups, Paths, RaggedBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,10 +260,31 @@ class StepLayout:
                 tables=mapping.batch.tables.at[:decodes].set(of_tokens)
             )
             sees = jnp.where(mapping.page_ids != TRASH_PAGE, positions + 1, 0)
-            sees = sees.at[:decodes].set(jnp.repeat(until, self.key.width))
-            visible = VisibleTrees(positions, sees, mask, batch)
+            paths = self._paths(trees, until, mapping)
+            if self.tile:
+                visible = VisibleTrees(positions, sees, paths, None, None)
+            else:
+                visible = VisibleTrees(positions, sees, paths, mask, batch)
             mappings.append(mapping._replace(batch=by_token, trees=visible))
         return inputs._replace(positions=positions, slot_mappings=tuple(mappings))
+
+    def _paths(self, trees: Trees, first: jax.Array, mapping: SlotMapping) -> Paths:
+        """Where the tokens on the way to each token of decodes are, which are written from the
+        positions `first` int32 [decode rows] on; in tiles of all tokens."""
+        rows, width, decodes = self.key.rows, self.key.width, self.key.decode_tokens
+
+        def along(slots: jax.Array) -> jax.Array:
+            of_rows = slots[:decodes].reshape(rows, 1, width)
+            return jnp.take_along_axis(of_rows, trees.paths, axis=2).reshape(decodes, -1)
+
+        first = jnp.repeat(first, width)
+        paths = Paths(first, along(mapping.page_ids), along(mapping.offsets))
+        if not self.tile:
+            return paths
+        others = self.num_tokens - decodes
+        beyond = jnp.full(others, self.max_pages * self.page_size, jnp.int32)
+        page_ids, offsets = (jnp.pad(array, ((0, others), (0, 0))) for array in paths[1:])
+        return Paths(jnp.concatenate([first, beyond]), page_ids, offsets)
 
     def unpack_decodes(self, tables: jax.Array, vector: jax.Array) -> DecodeRows:
         """The decodes of `vector`, a step without prefill, and `tables` with its changes."""

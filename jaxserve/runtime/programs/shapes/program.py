@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.core.settings import choices
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.kv.layout import KVLayout
@@ -143,6 +144,12 @@ class ProgramShapes:
     def tile(self) -> int | None:
         """Tokens per tile with `batch_invariant`; None for no tiling."""
         return tile_tokens(self.config, self.device)
+
+    @property
+    def attention_backend(self) -> choices.AttentionBackend:
+        """The setting; in tiles, that of trees is XLA's, which alone attends along their paths."""
+        in_tiles = self.config.batch_invariant and self.tree_depth
+        return "xla" if in_tiles else self.config.attention_backend
 
     @property
     def max_width(self) -> int:
