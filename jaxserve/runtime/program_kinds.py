@@ -22,12 +22,11 @@ from jaxserve.runtime.programs.page_programs import (
     SetTables,
 )
 from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.prompt_programs import PromptLogprobs, SumChunks
 from jaxserve.runtime.programs.sampling_programs import (
-    PromptLogprobs,
     SampleGeneral,
     SampleGreedy,
     SetSamplingState,
-    SumChunks,
 )
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.programs.speculation_programs import ForceDrafts, SetHistory, Verify
