@@ -82,8 +82,13 @@ class ProgramKinds:
         traced = backends.using(self._backend)
         with backends.using(self._backend):
             specs = [kind.spec(key) for kind in self._all for key in reversed([*kind.keys()])]
-        # Functions are traced later, in other threads.
-        return [dataclasses.replace(spec, function=traced(spec.function)) for spec in specs]
+        # Functions are traced later, in other threads, and so are those whose results they take.
+        return [
+            dataclasses.replace(
+                spec, function=traced(spec.function), arguments=traced(spec.arguments)
+            )
+            for spec in specs
+        ]
 
     def bind(self, programs: Programs) -> None:
         """Makes every kind callable. Raises ProgramMissError when a program is missing."""

@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention.layout import (
     packed_int4,
     unpacked_int4,
 )
+from pallas_kernels.platforms import by_platform
 
 # Rows per group. Sorting decodes by context length reduces waste within each group.
 DECODE_GROUP = 8
@@ -42,7 +43,7 @@ _MIN_PEAK = 1e-30
 def write_kv(pages: Pages, k, v, page_ids, offsets):
     # XLA on CPUs computes these in other dtypes, and converts the whole pool to them and back.
     by_token = pages.k.dtype.name in ("bfloat16", "float8_e4m3fn")
-    return lax.platform_dependent(
+    return by_platform(
         pages,
         k,
         v,
@@ -308,7 +309,7 @@ def _features(array, ids, block, dtype, axis):
         return unpacked_int4(gathered(array), axis).astype(dtype)
     if array.dtype != jnp.float8_e4m3fn:
         return elsewhere(array)
-    return lax.platform_dependent(array, cpu=on_cpu, default=elsewhere)
+    return by_platform(array, cpu=on_cpu, default=elsewhere)
 
 
 def _from_float8(bits, dtype):
