@@ -63,7 +63,13 @@ def test_the_files_of_the_architecture_are_there():
     """Paths of the page are below jaxserve/, or its own; within a section also below its folder."""
     named = PATH.findall(read(ARCHITECTURE))
     beside = ("device_state.py", "page_programs.py", "sampling_programs.py")
-    beside += ("speculation_programs.py", "shapes/program.py", "shapes/params.py", "shapes/kv.py")
+    beside += (
+        "prompt_programs.py",
+        "speculation_programs.py",
+        "shapes/program.py",
+        "shapes/params.py",
+        "shapes/kv.py",
+    )
     beside += ("forward/forward_programs.py", "forward/step.py", "layout/step_layout.py")
     beside += ("layout/frozen_plan.py", "layout/step_inputs.py", "forward/pipeline_step.py")
     beside += ("compilation/executables.py", "compilation/executable_cache.py", "api.py")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import parallel
 from jaxserve.models.lora import AdaptedWeight
+from pallas_kernels.platforms import by_platform
 from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize, quantized_matmul
 from pallas_kernels.residual_norm import add_and_norm, product_parts
 
@@ -169,7 +170,7 @@ def matmul(weight: jax.Array, x: jax.Array, dtype: jnp.dtype | None = None) -> j
         y = jax.lax.optimization_barrier(_dot(weight, x, jnp.float32))
         return y.T[:tokens].astype(dtype)
 
-    return jax.lax.platform_dependent(weight, x, cpu=cpu, default=default)
+    return by_platform(weight, x, cpu=cpu, default=default)
 
 
 def _dot(rows: jax.Array, columns: jax.Array, dtype: jnp.dtype) -> jax.Array:

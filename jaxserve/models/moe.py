@@ -23,6 +23,7 @@ from jaxserve.core.model_config import ExpertGroups, MoEConfig
 from jaxserve.models import layers, parallel
 from jaxserve.models.family import Params
 from jaxserve.models.layers import Weight
+from pallas_kernels.platforms import by_platform
 from pallas_kernels.quantized_matmul import QuantizedWeight
 
 _MAX_TOKENS_OF_A_BLOCK = 64
@@ -171,7 +172,7 @@ def _sum_of_experts(
     if quantized:
         return blocks(own, x, weights, runs)
     ragged = functools.partial(by_ragged_dot, moe)
-    return lax.platform_dependent(own, x, weights, runs, cpu=blocks, default=ragged)
+    return by_platform(own, x, weights, runs, cpu=blocks, default=ragged)
 
 
 def by_ragged_dot(

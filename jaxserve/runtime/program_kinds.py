@@ -22,12 +22,11 @@ from jaxserve.runtime.programs.page_programs import (
     SetTables,
 )
 from jaxserve.runtime.programs.program_kind import ProgramKind
+from jaxserve.runtime.programs.prompt_programs import PromptLogprobs, SumChunks
 from jaxserve.runtime.programs.sampling_programs import (
-    PromptLogprobs,
     SampleGeneral,
     SampleGreedy,
     SetSamplingState,
-    SumChunks,
 )
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.programs.speculation_programs import ForceDrafts, SetHistory, Verify
@@ -83,8 +82,13 @@ class ProgramKinds:
         traced = backends.using(self._backend)
         with backends.using(self._backend):
             specs = [kind.spec(key) for kind in self._all for key in reversed([*kind.keys()])]
-        # Functions are traced later, in other threads.
-        return [dataclasses.replace(spec, function=traced(spec.function)) for spec in specs]
+        # Functions are traced later, in other threads, and so are those whose results they take.
+        return [
+            dataclasses.replace(
+                spec, function=traced(spec.function), arguments=traced(spec.arguments)
+            )
+            for spec in specs
+        ]
 
     def bind(self, programs: Programs) -> None:
         """Makes every kind callable. Raises ProgramMissError when a program is missing."""

@@ -98,8 +98,8 @@ class StepSampler:
             )
         if self._kinds.proposer is not None:
             self._kinds.proposer.extend(self._state, packed, key, hidden)
-        prompt_logprobs = self._score_prompts(packed, hidden.of_prefills)
-        chunk_sums = self._sum_chunks(packed, hidden.of_prefills)
+        prompt_logprobs = self._score_prompts(packed, key, hidden.of_prefills)
+        chunk_sums = self._sum_chunks(packed, key, hidden.of_prefills)
         return SampledArrays(token_ids, acceptance, logprobs, prompt_logprobs, chunk_sums)
 
     def _verified(
@@ -145,20 +145,22 @@ class StepSampler:
         return output.token_ids, output.logprobs if wanted else None
 
     def _score_prompts(
-        self, packed: PackedInputs, hidden: jax.Array
+        self, packed: PackedInputs, key: ProgramKey, hidden: jax.Array
     ) -> TokenLogprobs[jax.Array] | None:
         """Log probabilities of the token after each prefill token, if a request asks for them."""
         prefills = packed.plan.prefills
         if all(chunk.seq.params.prompt_logprobs is None for chunk in prefills):
             return None
-        return self._kinds.prompt_logprobs(self._state, hidden, prefills)
+        return self._kinds.prompt_logprobs(self._state, key, hidden, prefills)
 
-    def _sum_chunks(self, packed: PackedInputs, hidden: jax.Array) -> jax.Array | None:
+    def _sum_chunks(
+        self, packed: PackedInputs, key: ProgramKey, hidden: jax.Array
+    ) -> jax.Array | None:
         """Sums of the hidden states of each prefill chunk, if those of one are pooled."""
         prefills = packed.plan.prefills
         if not any(chunk.seq.needs_all_hidden_states for chunk in prefills):
             return None
-        return self._kinds.sum_chunks(self._state, hidden, prefills)
+        return self._kinds.sum_chunks(self._state, key, hidden, prefills)
 
     def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
         return self._kinds.admit.pack(seq, row.eos_token_ids, row.bad_word_ids)

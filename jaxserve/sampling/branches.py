@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from pallas_kernels.platforms import by_platform
 
 
 def is_taken(wanted: jax.Array) -> jax.Array:
@@ -17,4 +18,4 @@ def is_taken(wanted: jax.Array) -> jax.Array:
 
     There XLA sees a constant, and no branch is left. One that is not wanted must change nothing.
     """
-    return lax.platform_dependent(wanted, cuda=jnp.ones_like, default=lambda wanted: wanted)
+    return by_platform(wanted, cuda=jnp.ones_like, default=lambda wanted: wanted)

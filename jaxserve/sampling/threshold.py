@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxserve.models import parallel
 from jaxserve.sampling.vocabulary import CELL, ordered_sum, take_cells
+from pallas_kernels.platforms import by_platform
 
 # Candidates come from this many cells of consecutive tokens, the ones with the heaviest tokens.
 CANDIDATE_CELLS = 64
@@ -44,7 +45,7 @@ def weight_floor(
     keep. Off: top_k = 0, top_p = 1, min_p = 0. The floor is positive, so zero weights never pass.
     """
     floor = jnp.maximum(min_p, _SMALLEST)
-    return lax.platform_dependent(
+    return by_platform(
         *(weights, top_k, top_p, floor), cuda=_searched_floor, default=_bisected_floor
     )
 

@@ -28,6 +28,7 @@ from jax import lax
 
 from pallas_kernels.arrays import as_bits
 from pallas_kernels.page_copy.rows import elements_of_each, row_dtype, to_elements, to_pages
+from pallas_kernels.platforms import by_platform
 
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.api import Pages
@@ -35,14 +36,12 @@ if TYPE_CHECKING:
 
 def gather_pages(layers: Sequence[Pages], page_ids):
     arrays = jax.tree.leaves(layers)
-    return lax.platform_dependent(arrays, page_ids, cpu=gather_by_page, default=gather_by_array)
+    return by_platform(arrays, page_ids, cpu=gather_by_page, default=gather_by_array)
 
 
 def scatter_pages(layers: Sequence[Pages], page_ids, staging):
     arrays, structure = jax.tree.flatten(layers)
-    arrays = lax.platform_dependent(
-        arrays, page_ids, staging, cpu=scatter_by_page, default=scatter_by_array
-    )
+    arrays = by_platform(arrays, page_ids, staging, cpu=scatter_by_page, default=scatter_by_array)
     return jax.tree.unflatten(structure, arrays)
 
 

@@ -33,6 +33,7 @@ from pallas_kernels.paged_attention.xla_gather import (
     keys_and_values,
     on_paths,
 )
+from pallas_kernels.platforms import by_platform
 
 # Rows per group. Sorting decodes by context length reduces waste within each group.
 DECODE_GROUP = 8
@@ -48,7 +49,7 @@ _MIN_PEAK = 1e-30
 def write_kv(pages: Pages, k, v, page_ids, offsets):
     # XLA on CPUs computes these in other dtypes, and converts the whole pool to them and back.
     by_token = pages.k.dtype.name in ("bfloat16", "float8_e4m3fn")
-    return lax.platform_dependent(
+    return by_platform(
         pages,
         k,
         v,

@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels.arrays import as_bits
 from pallas_kernels.paged_attention.layout import LatentPages, Pages, Paths, unpacked_int4
+from pallas_kernels.platforms import by_platform
 
 
 class Slots(NamedTuple):
@@ -103,7 +104,7 @@ def _features(array, ids, block, dtype, axis):
         return unpacked_int4(gathered(array), axis).astype(dtype)
     if array.dtype != jnp.float8_e4m3fn:
         return elsewhere(array)
-    return lax.platform_dependent(array, cpu=on_cpu, default=elsewhere)
+    return by_platform(array, cpu=on_cpu, default=elsewhere)
 
 
 def _from_float8(bits, dtype):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.arrays import as_bits
+from pallas_kernels.platforms import by_platform
 from pallas_kernels.quantized_matmul.formats import (
     INT4_BLOCK,
     QuantizedWeight,
@@ -36,7 +37,7 @@ FEW_TOKENS = 64
 
 def quantized_matmul(weight: QuantizedWeight, x):
     """Float32 [tokens, out]."""
-    return lax.platform_dependent(weight, x, cpu=multiply_by_tile, default=multiply_whole)
+    return by_platform(weight, x, cpu=multiply_by_tile, default=multiply_whole)
 
 
 def multiply_by_tile(weight: QuantizedWeight, x):

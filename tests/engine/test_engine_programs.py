@@ -99,7 +99,7 @@ def test_layers_with_pages_of_one_shape_share_the_program_that_copies_them(llm):
 def copied_layers(shapes):
     """Layers of each program that copies pages."""
     kind = CopyPages(shapes)
-    return [len(kind.spec(key).arguments[0]) for key in kind.keys()]  # noqa: SIM118
+    return [len(kind.spec(key).arguments()[0]) for key in kind.keys()]  # noqa: SIM118
 
 
 def compiled_programs(llm):

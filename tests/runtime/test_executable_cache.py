@@ -14,7 +14,7 @@ def test_a_disk_that_cannot_be_written_is_warned_of_once(tmp_path, monkeypatch, 
     cache = ExecutableCache("an engine", jax.devices()[:1])
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     for name in ("one", "other"):
-        cache.store(name, lowered, lowered.compile())
+        cache.store(name, cache.entry(name, lowered), lowered.compile())
         assert cache.load(name) is None
     (record,) = caplog.records
     assert "set JAXSERVE_CACHE" in record.getMessage()

@@ -11,13 +11,15 @@ import pytest
 import sampling_reference as reference
 
 from jaxserve.models.registry import get_family
-from jaxserve.runtime.programs import sampling_programs
+from jaxserve.runtime.programs import prompt_programs
 
 VOCAB, FEATURES = 300, 8
 FAMILY = dataclasses.replace(
     get_family("LlamaForCausalLM"), logits=lambda embed, config, hidden: hidden @ embed.T
 )
-prompt_logprobs = functools.partial(sampling_programs.prompt_logprobs, FAMILY, None)
+ROOM = 70
+prompt_logprobs = functools.partial(prompt_programs.prompt_logprobs, FAMILY, None)
+score = jax.jit(prompt_logprobs, static_argnums=0)
 
 
 @pytest.mark.parametrize("tile", [None, 16])
@@ -25,13 +27,12 @@ prompt_logprobs = functools.partial(sampling_programs.prompt_logprobs, FAMILY, N
 def test_every_position_is_scored_under_its_own_logits(tokens, tile):
     rng = np.random.default_rng(tokens)
     embed = rng.normal(size=(VOCAB, FEATURES)).astype(np.float32)
-    hidden = rng.normal(size=(tokens, FEATURES)).astype(np.float32)
-    targets = rng.integers(0, VOCAB, tokens).astype(np.int32)
-    scored = jax.tree.map(
-        np.asarray, jax.jit(prompt_logprobs, static_argnums=0)(tile, embed, hidden, targets)
-    )
+    hidden = rng.normal(size=(ROOM, FEATURES)).astype(np.float32)
+    hidden[tokens:] = np.nan
+    targets = rng.integers(0, VOCAB, ROOM).astype(np.int32)
+    scored = jax.tree.map(np.asarray, score(tile, embed, hidden, targets, np.int32(tokens)))
     logits = hidden @ embed.T
-    assert scored.top_ids.shape == (tokens, 20)
+    assert scored.top_ids.shape == (ROOM, 20)
     for i in range(tokens):
         expected = reference.log_softmax(logits[i])
         np.testing.assert_allclose(scored.logprobs[i], expected[targets[i]], atol=2e-5)
@@ -46,7 +47,7 @@ def test_every_position_is_scored_under_its_own_logits(tokens, tile):
 def test_the_whole_logits_are_never_materialized():
     tokens, vocab = 1024, 4096
     embed = np.zeros((vocab, FEATURES), np.float32)
-    score = jax.jit(functools.partial(prompt_logprobs, None))
-    shapes = (embed, np.zeros((tokens, FEATURES), np.float32), np.zeros(tokens, np.int32))
-    temporaries = score.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    hidden, targets = np.zeros((tokens, FEATURES), np.float32), np.zeros(tokens, np.int32)
+    lowered = score.lower(None, embed, hidden, targets, np.int32(tokens))
+    temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
     assert temporaries < vocab * tokens * 4 / 4

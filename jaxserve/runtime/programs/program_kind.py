@@ -80,11 +80,15 @@ class ProgramKind(abc.ABC, Generic[Key]):
         return ProgramSpec(
             self.name(key),
             self.function(key),
-            (*self.of_state(key), *self.uploads(key)),
+            functools.partial(self._arguments, key),
             donated=self.donated,
             outputs=self.output_specs(key),
             cached_by_name=not (self.applies_processors and self.shapes.processors.names),
         )
+
+    def _arguments(self, key: Key) -> tuple[Any, ...]:
+        """Shapes of all arguments but the static ones."""
+        return *self.of_state(key), *self.uploads(key)
 
     def bind(self, programs: Programs) -> None:
         """Makes the kind callable. Raises ProgramMissError when one of its programs is missing."""

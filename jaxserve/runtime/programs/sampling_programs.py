@@ -1,4 +1,4 @@
-"""Kinds of programs that sample tokens, score prompts and pool hidden states."""
+"""Kinds of programs that sample tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from jaxserve.runtime.programs.program_kind import ProgramKind, padded
 from jaxserve.sampling import (
     SampleOutput,
     SamplingState,
-    TokenLogprobs,
     admit,
     pack_admission,
     pack_rows,
     record_sampled,
-    token_logprobs,
     tokens_per_rank,
 )
 from jaxserve.sampling import general as sample_general
@@ -50,10 +48,6 @@ from jaxserve.sampling.speculation import (
     following_drafts,
     path_tokens,
 )
-from sharding_rules import SEQ
-
-PROMPT_TILE = 32
-"""Prompt tokens scored at a time."""
 
 
 def greedy(
@@ -143,49 +137,14 @@ def _num_real(last_tokens: jax.Array, slots: jax.Array) -> jax.Array:
     return jnp.sum(slots != len(last_tokens) - 1)
 
 
-def prompt_logprobs(
-    family: Family,
-    config: ModelConfig,
-    tile: int | None,
-    head: Params,
-    hidden: jax.Array,
-    targets: jax.Array,
-) -> TokenLogprobs:
-    """Log probabilities of the prompt's next tokens, `targets` int32 [tokens]."""
-
-    def score(carry, arrays):
-        hidden, targets = arrays
-        logits = family.logits(head, config, hidden)
-        return carry, token_logprobs(logits, targets, jnp.bool_(True))
-
-    # Always tiled: logits [tokens, vocab] of a whole prompt would not fit.
-    tile = tile or PROMPT_TILE
-    hidden = parallel.of_last_stage(hidden)
-    tokens = len(targets)
-    padding = -tokens % tile
-    arrays = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    _, scored = scan_tiles(score, (), arrays, tile, tokens)
-    return jax.tree.map(lambda x: x[:tokens], scored)
-
-
-def sum_chunks(num_chunks: int, seq: int, hidden: jax.Array, chunks: jax.Array) -> jax.Array:
-    """Sums float32 [num_chunks, hidden] of the hidden states of each chunk; `chunks` int32 [tokens]
-    numbers that of each token, with `num_chunks` for padding."""
-    hidden = parallel.of_last_stage(hidden).astype(jnp.float32)
-    hidden = jnp.where((chunks < num_chunks)[:, None], hidden, 0)
-    member = (chunks == jnp.arange(num_chunks)[:, None]).astype(jnp.float32)
-    sums = jnp.matmul(member, hidden, precision=lax.Precision.HIGHEST)
-    return lax.psum(sums, SEQ) if seq > 1 else sums
-
-
-class _HeadKind(ProgramKind[int]):
+class HeadKind(ProgramKind[int]):
     """A kind that computes logits."""
 
     def static(self, key: int) -> tuple[Any, ...]:
         return self.shapes.family, self.shapes.local_model, self.shapes.tile
 
 
-class SampleGreedy(_HeadKind):
+class SampleGreedy(HeadKind):
     """The most likely token of each row."""
 
     title = "greedy"
@@ -209,7 +168,7 @@ class SampleGreedy(_HeadKind):
         return self.run(state, key, hidden, padded(slots, key, self.shapes.trash_slot))
 
 
-class SampleGeneral(_HeadKind):
+class SampleGeneral(HeadKind):
     """Tokens by all sampling parameters."""
 
     title = "general"
@@ -285,62 +244,6 @@ class SampleGeneral(_HeadKind):
         rows[: len(tokens), FLAGS][np.greater(places, verified)] &= ~FLAG_TRACK
         rows[: len(tokens), FLAGS][np.less(places, verified)] |= FLAG_VERIFIES
         return rows
-
-
-class _PrefillKind(ProgramKind[int]):
-    """A kind of program over the prefill tokens of a step, with a number for each."""
-
-    def keys(self) -> Iterable[int]:
-        return self.shapes.buckets.prefill_tokens
-
-    def uploads(self, key: int) -> tuple[Any, ...]:
-        hidden = self.shapes.hidden(key, sharded=True, staged=True)
-        return hidden, self.shapes.int32(key, spec=(SEQ,))
-
-
-class PromptLogprobs(_PrefillKind, _HeadKind):
-    """Log probabilities of the token after each prefill token."""
-
-    title = "prompt-logprobs"
-    reads = ("outside_layers",)
-    outputs = (P(SEQ),)
-    pure = prompt_logprobs
-
-    def __call__(
-        self, state: DeviceState, hidden: jax.Array, prefills: SequenceOf[ScheduledChunk]
-    ) -> TokenLogprobs:
-        """One row for each prefill token of a step, padding included."""
-        tokens, start = len(hidden), 0
-        targets = np.zeros(tokens, np.int32)
-        for chunk in prefills:
-            first = chunk.start + 1
-            following = chunk.seq.prompt_token_ids[first : first + chunk.num_tokens]
-            targets[start : start + len(following)] = following
-            start += chunk.num_tokens
-        return self.run(state, tokens, hidden, targets)
-
-
-class SumChunks(_PrefillKind):
-    """Sums of the hidden states of each prefill chunk of a step."""
-
-    title = "sum-chunks"
-    outputs = (P(),)
-    pure = sum_chunks
-
-    def static(self, key: int) -> tuple[Any, ...]:
-        return self._num_chunks(key), self.shapes.seq
-
-    def _num_chunks(self, key: int) -> int:
-        return min(self.shapes.config.max_num_seqs, key)
-
-    def __call__(
-        self, state: DeviceState, hidden: jax.Array, prefills: SequenceOf[ScheduledChunk]
-    ) -> jax.Array:
-        """float32 [at least as many chunks, hidden]."""
-        lengths = [chunk.num_tokens for chunk in prefills]
-        numbers = np.repeat(np.arange(len(lengths)), lengths)
-        key = len(hidden)
-        return self.run(state, key, hidden, padded(numbers, key, self._num_chunks(key)))
 
 
 class SetSamplingState(ProgramKind[int]):

@@ -149,9 +149,9 @@ def extend(
     if hidden.kept:
         states = jnp.concatenate(hidden.kept, axis=-1)
         states, of_prefills = states[:computed], states[computed:]
-        of_prefills = of_prefills[: layout.key.prefill_tokens // layout.seq]
     else:
         states, of_prefills = hidden.sampled[:computed], hidden.of_prefills
+    of_prefills = of_prefills[: layout.key.prefill_tokens // layout.seq]
     if tree_width:
         nodes = jnp.arange(len(slots))[:, None] * tree_width + speculation.path[slots]
         states = states[nodes.reshape(-1)]
@@ -227,7 +227,7 @@ class Extend(ProgramKind[ProgramKey]):
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         shapes, layout = self.shapes, self.layout(key)
-        of_prefills = shapes.hidden(key.prefill_tokens, sharded=True)
+        of_prefills = shapes.prefill_hidden(key)
         kept = [self._kept(key)] * len(shapes.aux_layers)
         vectors = shapes.int32(layout.size), shapes.int32(layout.chunks, 2)
         return Hidden(shapes.sampled_hidden, of_prefills, kept), *vectors

@@ -116,7 +116,7 @@ class _Deviceless(ProgramSpec):
         return cls(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
 
     def lower(self) -> jax.stages.Lowered:
-        sharding = jax.tree.leaves(self.arguments)[0].sharding
+        sharding = jax.tree.leaves(self.arguments())[0].sharding
         if isinstance(sharding, NamedSharding):
             mesh = sharding.mesh
         else:

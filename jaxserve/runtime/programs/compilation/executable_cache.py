@@ -58,28 +58,27 @@ class ExecutableCache:
         """The executable stored under `name`; None when there is none or it cannot be read."""
         return self._read(self.directory / name)
 
-    def load_lowered(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
-        """The executable that any engine description stored for the same computation, now stored
-        under `name` as well; None when there is none or it cannot be read."""
-        path = self._path(name, lowered)
-        compiled = self._read(path)
+    def load_entry(self, name: str, entry: Path) -> jax.stages.Compiled | None:
+        """The executable that any engine description stored as this `entry`, now stored under
+        `name` as well; None when there is none or it cannot be read."""
+        compiled = self._read(entry)
         if compiled is not None:
-            self._link(path, name)
+            self._link(entry, name)
         return compiled
 
-    def store(self, name: str, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> None:
-        """Store `compiled`, compiled from `lowered`, under `name` and by its computation. A full or
-        read-only disk is not an error, but a warning: the next start compiles again."""
-        path = self._path(name, lowered)
+    def store(self, name: str, entry: Path, compiled: jax.stages.Compiled) -> None:
+        """Store `compiled` under `name` and as `entry`. A full or read-only disk is not an error,
+        but a warning: the next start compiles again."""
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
-            _replace(path, lambda temporary: temporary.write_bytes(payload))
+            _replace(entry, lambda temporary: temporary.write_bytes(payload))
         except OSError as error:
             _warn_of(self.directory.parent, error.strerror)
             return
-        self._link(path, name)
+        self._link(entry, name)
 
-    def _path(self, name: str, lowered: jax.stages.Lowered) -> Path:
+    def entry(self, name: str, lowered: jax.stages.Lowered) -> Path:
+        """Where the executable of a program is that was lowered to this computation, if it is."""
         # An entry has the code, the trees of arguments and results, and which arguments the code
         # uses. Those that it does not use are left out of its text, so that two layers of one kind
         # have the same text, whichever KV group's pages each of them writes: their names differ.

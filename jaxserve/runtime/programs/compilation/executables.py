@@ -17,45 +17,55 @@ from jaxserve.core.errors import ProgramMissError
 from jaxserve.runtime.programs.compilation.executable_cache import ExecutableCache
 from pallas_kernels import self_check
 from pallas_kernels.backends import fell_back_for_now
+from pallas_kernels.platforms import lowering_for
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
     """An uncompiled program: a pure function, its argument shapes, the arguments it donates.
 
-    `arguments` are trees of jax.ShapeDtypeStruct; `donated` are positions of donated arguments.
-    With arguments on a mesh, the function runs per device on its shards (shard_map), and `outputs`
-    are the PartitionSpecs of its results. `cached_by_name`: the name and the engine's description
-    determine the program; one with a caller's functions must be lowered to be found. `elsewhere`:
-    the device that it runs on, if that is none of the engine's.
+    `arguments` returns trees of jax.ShapeDtypeStruct: only what is lowered needs them, and those
+    that are results of other programs take a trace to know. `donated` are positions of donated
+    arguments. With arguments on a mesh, the function runs per device on its shards (shard_map), and
+    `outputs` are the PartitionSpecs of its results. `cached_by_name`: the name and the engine's
+    description determine the program; one with a caller's functions must be lowered to be found.
+    `elsewhere`: the device that it runs on, if that is none of the engine's.
     """
 
     name: str
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    arguments: Callable[[], tuple[Any, ...]]
     donated: tuple[int, ...] = ()
     outputs: Any = None
     cached_by_name: bool = True
     elsewhere: jax.Device | None = None
 
     def lower(self) -> jax.stages.Lowered:
-        return self._jitted().lower(*self.arguments)
+        arguments = self.arguments()
+        with lowering_for(_sharding(arguments)):
+            return self._jitted(arguments).lower(*arguments)
 
     def results(self) -> Any:
         """Shapes of the results."""
-        return jax.eval_shape(self._jitted(), *self.arguments)
+        arguments = self.arguments()
+        return jax.eval_shape(self._jitted(arguments), *arguments)
 
-    def _jitted(self) -> Any:
-        function, sharding = self.function, jax.tree.leaves(self.arguments)[0].sharding
+    def _jitted(self, arguments: tuple[Any, ...]) -> Any:
+        function, sharding = self.function, _sharding(arguments)
         if isinstance(sharding, NamedSharding):
             function = jax.shard_map(
                 function,
                 mesh=sharding.mesh,
-                in_specs=jax.tree.map(lambda array: array.sharding.spec, self.arguments),
+                in_specs=jax.tree.map(lambda array: array.sharding.spec, arguments),
                 out_specs=self.outputs,
                 check_vma=False,
             )
         return jax.jit(function, donate_argnums=self.donated)
+
+
+def _sharding(arguments: tuple[Any, ...]) -> jax.sharding.Sharding:
+    """Of one of the arguments, whose devices are those of all."""
+    return jax.tree.leaves(arguments)[0].sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +136,14 @@ class Compilation:
         if compiled is None:
             lowered = spec.lower()
             cache = None if fell_back_for_now() else cache
-            compiled = cache.load_lowered(spec.name, lowered) if cache else None
+            entry = cache.entry(spec.name, lowered) if cache else None
+            compiled = cache.load_entry(spec.name, entry) if cache and entry else None
             from_cache = compiled is not None
             if compiled is None:
                 with self._lock, self._timed(spec.name):
                     compiled = lowered.compile()
-                if cache:
-                    cache.store(spec.name, lowered, compiled)
+                if cache and entry:
+                    cache.store(spec.name, entry, compiled)
         memory = compiled.memory_analysis()
         here = spec.elsewhere is None
         program = Program(

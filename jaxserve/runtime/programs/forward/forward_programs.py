@@ -35,9 +35,10 @@ it is: each program takes them apart as the last one put them together."""
 
 
 class Hidden(NamedTuple):
-    """Hidden states to sample from [sample_width, hidden], of the prefill tokens, and those of all
-    tokens that entered the layers which a drafter follows; and how many tokens took each expert,
-    int32 [sparse layers, experts], of one run of layers after another."""
+    """Hidden states to sample from [sample_width, hidden], of the prefill tokens as
+    ProgramShapes.prefill_hidden, and those of all tokens that entered the layers which a drafter
+    follows; and how many tokens took each expert, int32 [sparse layers, experts], of one run of
+    layers after another."""
 
     sampled: jax.Array
     of_prefills: jax.Array
@@ -330,7 +331,7 @@ def block_bytes(shapes: ProgramShapes) -> int:
     if count == 1:
         return 0
     largest = max(shapes.layouts, key=lambda key: key.num_tokens)
-    left = [shapes.sampled_hidden, shapes.hidden(largest.prefill_tokens, sharded=True)]
+    left = [shapes.sampled_hidden, shapes.prefill_hidden(largest)]
     if moe := shapes.model.moe:
         left.append(shapes.int32(sum(moe.sparse_layers), moe.num_experts))
     return count * tree_bytes((Embed(shapes).results(largest), left))

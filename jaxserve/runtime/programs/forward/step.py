@@ -62,8 +62,8 @@ def forward(
     the page tables of every slot, `last_tokens` [slots + 1] int32 the newest token of every slot;
     `speculation` has their drafts and lengths, None without speculation. Returns the pages with the
     step's keys and values written, the updated tables, the hidden states to sample from
-    [sample_width, hidden], those of the prefill tokens [prefill_tokens, hidden], and as `layers`
-    what entered the layers `keep` and the tokens of each expert.
+    [sample_width, hidden], as `normed` those of the prefill tokens, and as `layers` what entered
+    the layers `keep` and the tokens of each expert.
     """
     tables, x, shared, slot_mappings, sampled = embed(
         family, config, layout, params, tables, last_tokens, speculation, metadata
@@ -313,7 +313,8 @@ def final_norm(
     x: jax.Array,
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Last part of `forward`: hidden states to sample from, and of the prefill tokens."""
+    """Last part of `forward`: hidden states to sample from, and as `normed` of the prefill
+    tokens."""
     picked, of_prefill = normed(family, config, layout, params, x, sampled)
     return for_sampling(layout, picked), of_prefill
 
@@ -327,7 +328,8 @@ def normed(
     sampled: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Normed hidden states at the places `sampled` [rows, hidden], and of this rank's prefill
-    tokens [tokens, hidden]."""
+    tokens, with room for those of the largest step [most tokens, hidden], so that what follows is
+    the same program after all steps; none [0, hidden] of a step that only decodes."""
 
     def norm(carry, x):
         return carry, family.final_norm(params, config, x)
@@ -336,7 +338,11 @@ def normed(
     picked = hidden[sampled] if layout.seq == 1 else ShardedTokens(layout).pick(hidden, sampled)
     own_prefill = layout.key.prefill_tokens // layout.seq
     first = layout.key.decode_tokens
-    return picked, hidden[first : first + own_prefill]
+    of_prefill = hidden[first : first + own_prefill]
+    if own_prefill:
+        room = layout.max_prefill_tokens // layout.seq
+        of_prefill = jnp.pad(of_prefill, ((0, room - own_prefill), (0, 0)))
+    return picked, of_prefill
 
 
 def for_sampling(layout: StepLayout, picked: jax.Array) -> jax.Array:

@@ -59,6 +59,8 @@ class StepLayout:
     ring_scheme: str = "pass_kv"
     max_width: int = 1
     """Most tokens of a decode in any program."""
+    max_prefill_tokens: int = 0
+    """Most prefill tokens of any program."""
     tree_depth: int = 0
     """Most drafts on a path of a decode's tree; 0 where each follows the one before."""
     tile: int | None = None

@@ -192,6 +192,7 @@ class ProgramShapes:
             ring_pages=context // self.config.page_size if key.ring else 0,
             ring_scheme="pass_kv_both_ways" if self._links_both_ways else "pass_kv",
             max_width=self.max_width,
+            max_prefill_tokens=self.buckets.max_prefill_tokens,
             tree_depth=self.tree_depth if key.width > 1 else 0,
             tile=self.tile,
             lora=self.lora is not None,
@@ -371,6 +372,12 @@ class ProgramShapes:
     def sampled_hidden(self) -> jax.ShapeDtypeStruct:
         """Shape of the hidden states that every step hands to sampling."""
         return self.hidden(self.sample_rows[-1])
+
+    def prefill_hidden(self, key: ProgramKey, *, staged: bool = False) -> jax.ShapeDtypeStruct:
+        """Shape of the hidden states that a step leaves of its prefill tokens: with prefill it has
+        room for those of the largest step."""
+        tokens = self.buckets.max_prefill_tokens if key.prefill_tokens else 0
+        return self.hidden(tokens, sharded=True, staged=staged)
 
     def hidden(
         self, tokens: int, *, sharded: bool = False, staged: bool = False
