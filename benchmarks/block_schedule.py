@@ -20,8 +20,8 @@ import numpy as np
 from table import print_table
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.cli.planning import step_rates
 from jaxserve.models.loading.fetch import default_model_path
-from jaxserve.offline import step_rates
 from jaxserve.offline.offload_policy import (
     TIERS,
     Lengths,

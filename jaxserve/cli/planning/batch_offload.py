@@ -127,7 +127,7 @@ def fastest(engine: EngineOptions, problem: Problem) -> ChosenOffload:
 def _problem(
     llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings, rows: Sequence[int]
 ) -> Problem:
-    from jaxserve.offline import step_rates
+    from jaxserve.cli.planning import step_rates
     from jaxserve.offline.offload_policy import MemoryCapacity, ModelBytes, PolicyRates, Problem
     from jaxserve.runtime.hardware import link_rates
     from jaxserve.runtime.hardware.device_memory import host_memory

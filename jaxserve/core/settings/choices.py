@@ -6,7 +6,7 @@ from typing import Literal
 
 AttentionBackend = Literal["auto", "xla", "pallas"]
 DualBatchOverlap = Literal["auto", "on", "off"]
-HostAttention = Literal["auto", "enabled", "disabled"]
+HostAttentionChoice = Literal["auto", "enabled", "disabled"]
 KVCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3", "int4"]
 KVCompression = Literal["none", "shadow", "sparf"]
 KVOn = Literal["device", "host"]

@@ -154,7 +154,7 @@ class EngineConfig:
     steps_per_weight_read: int = 1
     kv_on: choices.KVOn = "device"
     resident_kv_tokens: int | None = None
-    host_attention: choices.HostAttention = "auto"
+    host_attention: choices.HostAttentionChoice = "auto"
     kv_compression: choices.KVCompression = "none"
     shadow_rank: int | None = None
     shadow_budget: int | None = None

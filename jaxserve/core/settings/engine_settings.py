@@ -21,7 +21,7 @@ class EngineSettings(TypedDict, total=False):
     steps_per_weight_read: int
     kv_on: choices.KVOn
     resident_kv_tokens: int | None
-    host_attention: choices.HostAttention
+    host_attention: choices.HostAttentionChoice
     kv_compression: choices.KVCompression
     shadow_rank: int | None
     shadow_budget: int | None

@@ -41,7 +41,7 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "calculate_kv_scales": "leave it out; scales are those of each token as it is written",
         "data_parallel_size": "it is an option of jaxserve serve and batch, for replicas",
         "kv_transfer_config": "leave it out; replicas of jaxserve serve move KV by themselves, and "
-        "for kv_producer and kv_consumer there are --prefill-replicas and --decode-replicas",
+        "for its producers and consumers of KV there are --prefill-replicas and --decode-replicas",
         "served_model_name": "it is an option of jaxserve serve and batch",
         "reasoning_parser": "it is an option of jaxserve serve",
         "max_logprobs": "it is an option of jaxserve serve",
