@@ -40,8 +40,8 @@ ANSWERS: Mapping[str, str] = MappingProxyType(
         "disable_log_stats": "leave it out; statistics are metrics, and not logged",
         "calculate_kv_scales": "leave it out; scales are those of each token as it is written",
         "data_parallel_size": "it is an option of jaxserve serve and batch, for replicas",
-        "kv_transfer_config": "leave it out; replicas of jaxserve serve move KV by themselves, and "
-        "for its producers and consumers of KV there are --prefill-replicas and --decode-replicas",
+        "kv_transfer_config": "leave it out; replicas of jaxserve serve move KV by themselves: "
+        "start them by --prefill-replicas and --decode-replicas",
         "served_model_name": "it is an option of jaxserve serve and batch",
         "reasoning_parser": "it is an option of jaxserve serve",
         "max_logprobs": "it is an option of jaxserve serve",
