@@ -149,31 +149,31 @@ class OpenRequests:
             request.leave()
             request.routed.rewind()
 
-    async def resume_in(
-        self, replica: RoutedReplica, request: OpenRequest, pieces: SequenceOf[Any]
-    ) -> bool:
-        """Send a request that was held to a replica, with the exported pieces of its KV, if any; or
+    async def resume_in(self, replica: RoutedReplica, request: OpenRequest, parts: Any) -> bool:
+        """Send a request that was held to a replica, with the exported KV that it has, if any; or
         anywhere, if that replica is lost. Whether its KV is there."""
         if not self._is_open(request):
             return False
         name, num_tokens = self._next_name(request), 0
-        for parts in pieces:
+        if parts is not None:
             try:
                 async with asyncio.timeout(COPY_S):
                     num_tokens = await replica.client.stage_request(parts, name)
             except Exception as error:
                 _log.warning("KV of a request is computed again: %r", error)
-                break
-            if not self._is_open(request):
-                break
-        if not self._is_open(request):
+        is_open = self._is_open(request)
+        if is_open and replica.state == "ready" and num_tokens:
+            self._send(request, replica, name, request.routed.to_resume(name))
+            return True
+        if parts is not None:
             await ignore_lost(replica.client.unstage_request(name))
-            return False
-        if replica.state != "ready":
+            is_open = self._is_open(request)
+        if is_open and replica.state == "ready":
+            name = self._next_name(request)
+            self._send(request, replica, name, request.routed.to_send(name))
+        elif is_open:
             self._route(request)
-            return False
-        self._send(request, replica, name, request.routed.to_send(name))
-        return num_tokens > 0
+        return False
 
     def _is_open(self, request: OpenRequest) -> bool:
         return self._open.get(request.routed.added.request_id) is request

@@ -231,12 +231,12 @@ class RayReplica:
     async def stage_request(self, parts: ray.ObjectRef, name: str) -> int:
         return await self._call("stage_request", parts, name)
 
-    async def keep_request(self, request_id: str, start: int, stop: int | None) -> ray.ObjectRef:
+    async def keep_request(self, request_id: str) -> ray.ObjectRef:
         """As `Replica.keep_request`. What is exported stays in Ray's object store, which outlives
         the process; what that has no room for, Ray writes to disk."""
         if self._actor is None:
             raise ReplicaLostError("its process has ended")
-        exported = self._actor.export_request.remote(request_id, start, stop)
+        exported = self._actor.export_request.remote(request_id, 0)
         await asyncio.to_thread(ray.wait, [exported], fetch_local=False)
         return exported
 

@@ -221,15 +221,22 @@ def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, mo
 
 
 @pytest.mark.parametrize("how", ["abort", "disconnect"])
-def test_a_wait_for_room_ends_with_its_request(llama, cluster, how):
-    """And gives back what it had booked, while other KV still takes all the room."""
+def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch):
+    """And gives back what it had booked, while other KV still takes all the room. Its replica makes
+    no step meanwhile, so that it ends by no other reason."""
     router, _ = cluster
     pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
+
+    def no_step():
+        time.sleep(0.002)
+        return []
 
     async def waiting():
         while not any(request.routed.begun for request in pool.requests._open.values()):
             await asyncio.sleep(0)
         (request,) = pool.requests._open.values()
+        engine = request.replica.client._replica._engine._engine
+        monkeypatch.setattr(engine, "step", no_step)
         (other,) = (each for each in pool._replicas if each is not request.replica)
         other.load.incoming_kv.enter("other KV", other.load.num_pages, lambda: None)
         move = pool.requests.move(request, other)
@@ -239,7 +246,7 @@ def test_a_wait_for_room_ends_with_its_request(llama, cluster, how):
         return move, other
 
     async def given_back(move, other):
-        await move
+        await asyncio.wait_for(move, 60)
         booked = [*other.load.incoming_kv._waiting, *other.load.demands]
         other.load.incoming_kv.leave("other KV")
         return booked

@@ -40,8 +40,6 @@ def go_from_mesh_to_mesh(_: str, answered: Path) -> None:
     router, (replica,), answers = served(answered, 1)
 
     async def scenario():
-        # KV of the longest is kept in several pieces.
-        router._pool._replicas[0].load.incoming_kv.max_pages = 3
         with pytest.raises(ConfigError, match="has these sizes"):
             await router.resize_replica(0, {"tensor_parallel_size": 1})
         with pytest.raises(ConfigError, match="there are only 8"):

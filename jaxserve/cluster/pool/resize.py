@@ -61,7 +61,7 @@ class Resize:
         self._config = config
         self._replicas = replicas
         self._requests = requests
-        self._kept: dict[OpenRequest, list[Any]] = {}
+        self._kept: dict[OpenRequest, Any] = {}
         self._resumed = asyncio.Event()
         self.status = ResizeStatus(True, replica.index, config.sizes, 0, 0.0)
 
@@ -113,20 +113,14 @@ class Resize:
         self.status = dataclasses.replace(self.status, running=False, error=error)
 
     async def _keep(self) -> None:
-        """Take the KV of the requests that the replica has, in pieces, of which its host's memory
-        has one at a time; it runs on until its process ends."""
-        load = self._replica.load
-        size = load.page_size * max(1, load.incoming_kv.max_pages)
+        """Take the KV of the requests that the replica has, of one at a time; it runs on until its
+        process ends."""
         for name, request in tuple(self._replica.requests.items()):
             if not request.movable:
                 continue
-            pieces = self._kept[request] = []
             try:
-                for start in range(0, request.routed.num_tokens, size):
-                    stop = start + size if start + size < request.routed.num_tokens else None
-                    async with asyncio.timeout(COPY_S):
-                        kept = await self._replica.client.keep_request(name, start, stop)
-                    pieces.append(kept)
+                async with asyncio.timeout(COPY_S):
+                    self._kept[request] = await self._replica.client.keep_request(name)
             except RequestError:
                 continue  # It has just ended.
             except (ReplicaLostError, EngineClosedError):
@@ -137,8 +131,8 @@ class Resize:
     async def _resume(self, left: Iterable[OpenRequest]) -> None:
         """The replica is loaded again, and the requests that it had go on there."""
         for request in left:
-            pieces = self._kept.pop(request, [])
-            if await self._requests.resume_in(self._replica, request, pieces):
+            parts = self._kept.pop(request, None)
+            if await self._requests.resume_in(self._replica, request, parts):
                 kept = self.status.num_kept + 1
                 self.status = dataclasses.replace(self.status, num_kept=kept)
         self._resumed.set()

@@ -148,10 +148,10 @@ class Replica:
         then; returns how many tokens have theirs here. Raises as `AsyncEngine.stage_request`."""
         return await self._ready.stage_request(parts, name)
 
-    async def keep_request(self, request_id: str, start: int, stop: int | None) -> list[bytes]:
-        """As `export_request`, for `stage_request` of a process that takes the place of this
-        one."""
-        return await self.export_request(request_id, start, stop)
+    async def keep_request(self, request_id: str) -> list[bytes]:
+        """A request and its KV, for `stage_request` of a process that takes the place of this
+        one. Raises as `export_request`."""
+        return await self.export_request(request_id, 0)
 
     async def unstage_request(self, name: str) -> None:
         """Give up the KV of a request that is not submitted."""
