@@ -127,11 +127,19 @@ class _PromptKind(ProgramKind[int]):
         return hidden, shapes.int32(key), shapes.int32()
 
     def after(
-        self, state: DeviceState, step: ProgramKey, hidden: jax.Array, numbers: np.ndarray
+        self,
+        state: DeviceState,
+        step: ProgramKey,
+        hidden: jax.Array,
+        prefills: SequenceOf[ScheduledChunk],
+        numbers: np.ndarray,
     ) -> Any:
         """Calls the program after a step, with int32 `numbers` [room] of its tokens."""
-        count = np.int32(step.prefill_tokens // self.shapes.seq)
-        return self.run(state, self.room, hidden, numbers, count)
+        if self.shapes.seq > 1:  # Ranks have equal shares, of padding too.
+            count = step.prefill_tokens // self.shapes.seq
+        else:
+            count = sum(chunk.num_tokens for chunk in prefills)
+        return self.run(state, self.room, hidden, numbers, np.int32(count))
 
 
 class PromptLogprobs(_PromptKind, HeadKind):
@@ -156,7 +164,7 @@ class PromptLogprobs(_PromptKind, HeadKind):
             following = chunk.seq.prompt_token_ids[first : first + chunk.num_tokens]
             targets[start : start + len(following)] = following
             start += chunk.num_tokens
-        return self.after(state, step, hidden, targets)
+        return self.after(state, step, hidden, prefills, targets)
 
 
 class SumChunks(_PromptKind):
@@ -184,4 +192,5 @@ class SumChunks(_PromptKind):
         """float32 [at least as many chunks, hidden]."""
         lengths = [chunk.num_tokens for chunk in prefills]
         numbers = np.repeat(np.arange(len(lengths)), lengths)
-        return self.after(state, step, hidden, padded(numbers, self.room, self.num_chunks))
+        numbers = padded(numbers, self.room, self.num_chunks)
+        return self.after(state, step, hidden, prefills, numbers)
