@@ -17,7 +17,6 @@ from jaxserve.offline.offload_policy import prefill_steps
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
-    from jaxserve.runtime.weights.streamed import StreamedWeights
 
 MAX_DECODES = 8
 """Of all sequences, the first of which warms up."""
@@ -93,14 +92,12 @@ def measure(engine: Engine, sizes: Sequence[int], context: int) -> StepRates:
     nothing, and of both at once. What a step loses to making arrays of the layers is no part of its
     computing: reads have it, once a pass. Takes as long as a few prompts. The engine must not be
     used afterwards."""
-    weights: StreamedWeights = engine.weight_source
     measuring, rows = _Measuring(engine), sizes[-1]
-    num_layers = engine.plan.shapes.model.num_layers
-    read_s, read_bytes = _read(weights, num_layers)
+    read_s, read_bytes = _read(engine)
     measuring.phase(rows, _SHORT)  # Warms up.
     together = measuring.phase(rows, _SHORT)
-    weights.unread = True
-    unread_s, _ = _read(weights, num_layers)
+    engine.weight_source.unread = True
+    unread_s, _ = _read(engine)
     short = {size: measuring.phase(size, _SHORT) for size in sizes}
     length = max(LEAST_CONTEXT, context)
     long = measuring.phase(rows, length)
@@ -117,8 +114,9 @@ def measure(engine: Engine, sizes: Sequence[int], context: int) -> StepRates:
     )
 
 
-def _read(weights: StreamedWeights, num_layers: int) -> tuple[float, float]:
+def _read(engine: Engine) -> tuple[float, float]:
     """Seconds and bytes of a pass that takes all layers, and computes nothing."""
+    weights, num_layers = engine.weight_source, engine.plan.shapes.model.num_layers
     seconds, nothing = [], np.zeros(())
     before = weights.reads.num_bytes
     for _ in range(1 + _PASSES):
