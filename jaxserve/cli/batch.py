@@ -231,7 +231,7 @@ def _summary(run: BatchRun, reads: WeightReads | None, chosen: ChosenOffload | N
             rows.append(
                 ("weights read an output token", size(reads.num_bytes / last.output_tokens))
             )
-    if chosen is not None and run.output_tokens:
+    if chosen is not None and run.done and run.output_tokens:
         computed = last.prompt_tokens - run.cached_tokens
         modelled = chosen.tokens_per_s_of(computed, run.output_tokens)
         rows.append(("output tokens/s as modelled, of these lengths", f"{modelled:,.1f}"))

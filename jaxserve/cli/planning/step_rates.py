@@ -17,13 +17,14 @@ from jaxserve.offline.offload_policy import prefill_steps
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
-    from jaxserve.runtime.weights.streamed import StreamedWeights
 
 MAX_DECODES = 8
 """Of all sequences, the first of which warms up."""
 _PASSES = 3
 _SHORT = 16
 LEAST_CONTEXT = 2 * _SHORT
+_HIDES = 1.05
+"""Reads hide computing in a step that takes no more times as long as they do."""
 
 
 class StepRates(NamedTuple):
@@ -37,10 +38,11 @@ class StepRates(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    """Seconds of a token of the prefills, padding included, and of a decode; those of a decode with
-    its waits for reads."""
+    """Seconds of a token of the prefills, padding included, and the passes that it takes; seconds
+    of a decode, without and with its waits for reads."""
 
     prefill_s: float
+    prefill_passes: float
     decode_s: float
     with_waits_s: float
 
@@ -75,7 +77,8 @@ class _Measuring:
                 prefill_s += compute_s
             elif len(touched) == rows:
                 decodes.append((compute_s, step_s))
-        return _Phase(prefill_s / padded, *map(statistics.median, zip(*decodes[1:])))
+        medians = map(statistics.median, zip(*decodes[1:]))
+        return _Phase(prefill_s / padded, num_steps / padded, *medians)
 
 
 def longest_context(rows: int, chunk: int, num_tokens: int) -> int:
@@ -88,29 +91,38 @@ def longest_context(rows: int, chunk: int, num_tokens: int) -> int:
 def measure(engine: Engine, sizes: Sequence[int], context: int) -> StepRates:
     """Rates of an idle engine's steps with so many sequences, ascending, and contexts about
     `context` tokens long: of steps that read no weights, of passes through the layers that compute
-    nothing, and of both at once. Takes as long as a few prompts. The engine must not be used
-    afterwards."""
-    weights: StreamedWeights = engine.weight_source
+    nothing, and of both at once. What a step loses to making arrays of the layers is no part of its
+    computing: reads have it, once a pass. Takes as long as a few prompts. The engine must not be
+    used afterwards."""
     measuring, rows = _Measuring(engine), sizes[-1]
-    read_s, read_bytes = _read(weights, engine.plan.shapes.model.num_layers)
+    read_s, read_bytes = _read(engine)
     measuring.phase(rows, _SHORT)  # Warms up.
     together = measuring.phase(rows, _SHORT)
-    weights.unread = True
+    engine.weight_source.unread = True
+    unread_s, _ = _read(engine)
     short = {size: measuring.phase(size, _SHORT) for size in sizes}
     length = max(LEAST_CONTEXT, context)
     long = measuring.phase(rows, length)
-    many_s = short[rows].decode_s
+    many = short[rows]
+    # Where reads take so long that steps wait for them anyway, only slower computing tells.
+    hidden = together.with_waits_s < _HIDES * read_s
+    with_reads, without = (
+        (together.decode_s, many.decode_s) if hidden else (together.with_waits_s, many.with_waits_s)
+    )
+    contention = min(1.0, max(0.0, (with_reads - without) / max(1e-9, read_s - unread_s)))
+    passing_s = contention * unread_s
     return StepRates(
-        decode_s={size: phase.decode_s for size, phase in short.items()},
-        context_s=max(0.0, long.decode_s - many_s) / (rows * (length - _SHORT)),
-        prefill_s=long.prefill_s,
+        decode_s={size: max(0.0, one.decode_s - passing_s) for size, one in short.items()},
+        context_s=max(0.0, long.decode_s - many.decode_s) / (rows * (length - _SHORT)),
+        prefill_s=max(0.0, long.prefill_s - long.prefill_passes * passing_s),
         disk_to_host=read_bytes / read_s,
-        contention=min(1.0, max(0.0, together.with_waits_s - many_s) / read_s),
+        contention=contention,
     )
 
 
-def _read(weights: StreamedWeights, num_layers: int) -> tuple[float, float]:
-    """Seconds and bytes of a pass that reads all layers, and computes nothing."""
+def _read(engine: Engine) -> tuple[float, float]:
+    """Seconds and bytes of a pass that takes all layers, and computes nothing."""
+    weights, num_layers = engine.weight_source, engine.plan.shapes.model.num_layers
     seconds, nothing = [], np.zeros(())
     before = weights.reads.num_bytes
     for _ in range(1 + _PASSES):

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.planning.memory import KV_WINDOW
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward.forward_programs import (
@@ -26,6 +27,7 @@ from jaxserve.runtime.programs.host_kv import step as host_kv_step
 from jaxserve.runtime.programs.host_kv.mean_values import MeanValues
 from jaxserve.runtime.programs.host_kv.queries import AttendByQueries
 from jaxserve.runtime.programs.host_kv.shadow import Shadow
+from jaxserve.runtime.programs.host_kv.step import Partial
 from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, batch_on_host, groups_of
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
@@ -58,16 +60,17 @@ class _Key(NamedTuple):
 
 
 class ForwardWithHostKV(LayerByLayer):
-    """The model layer by layer, and each layer in parts: up to its attention and over the pages in
-    the pool, over pages on the host, and from there on."""
+    """The model layer by layer, and each layer in parts: up to its attention, over the pages in the
+    pool, over pages on the host, and from there on."""
 
     def __init__(self, shapes: ProgramShapes, gather: GatherPages) -> None:
         self._shapes, self._gather = shapes, gather
         self._first = Embed(shapes)
         self._enter = _EnterLayer(shapes, self._first)
-        self._attend = _AttendGroup(shapes, self._enter)
-        self._by_queries = AttendByQueries(shapes, self._enter.partial, lambda: self.store)
-        self._leave = _LeaveLayer(shapes, self._enter)
+        self._pool = _AttendInPool(shapes, self._enter)
+        self._attend = _AttendGroup(shapes, self._pool)
+        self._by_queries = AttendByQueries(shapes, self._pool.partial, lambda: self.store)
+        self._leave = _LeaveLayer(shapes, self._pool)
         self._last = FinalNorm(shapes, self._first)
         self.means: MeanValues | None = None
         if shapes.sparf is not None:
@@ -75,11 +78,11 @@ class ForwardWithHostKV(LayerByLayer):
             self.means = MeanValues(shapes.sparf, page_size, lambda: self.store)
         self.shadow: Shadow | None = None
         if shapes.shadow is not None:
-            self.shadow = Shadow(shapes, lambda: self.store, self._enter.partial)
+            self.shadow = Shadow(shapes, lambda: self.store, self._pool.partial)
 
     @property
     def kinds(self) -> tuple[ProgramKind[Any], ...]:
-        own = self._first, self._enter, self._attend, *self._by_queries.kinds
+        own = self._first, self._enter, self._pool, self._attend, *self._by_queries.kinds
         own = *own, self._leave, self._last
         return own + (self.shadow.kinds if self.shadow else ())
 
@@ -139,11 +142,14 @@ class ForwardWithHostKV(LayerByLayer):
         x: jax.Array,
         window: collections.deque[jax.Array],
     ) -> jax.Array:
-        """A layer of one step."""
+        """A layer of one step. Its attention to the pool is dispatched before that on the host, so
+        that both go on at once, and are merged at the end."""
         entered, step, groups, on_host, means, decodes = running
         (slot_mapping,) = entered.slot_mappings
         own = _Key(entered.key, kind)
-        partial = self._enter(state, own, layer, params, x, entered.shared, slot_mapping)
+        q = self._enter(state, own, layer, params, x, entered.shared, slot_mapping)
+        seen = slot_mapping.batch, entered.shared.since
+        partial = Partial(q, *self._pool.call(own.step, state.kv[layer], q, *seen))
         for group in groups:
             if len(window) == KV_WINDOW:
                 window.popleft().block_until_ready()
@@ -193,11 +199,10 @@ class _EnterLayer(_PartOfLayer):
     def __init__(self, shapes: ProgramShapes, first: Embed) -> None:
         super().__init__(shapes)
         self.first = first
-        self._results: dict[ProgramKey, Any] = {}
+        self._queries: dict[ProgramKey, jax.ShapeDtypeStruct] = {}
 
     def static(self, key: _Key) -> tuple[Any, ...]:
-        shapes = self.shapes
-        return shapes.family, shapes.local_model, shapes.layouts[key.step], key.kind
+        return self.shapes.family, self.shapes.local_model, key.kind
 
     def uploads(self, key: _Key) -> tuple[Any, ...]:
         x, shared, (slot_mapping,), _ = self.first.results(key.step)
@@ -206,34 +211,61 @@ class _EnterLayer(_PartOfLayer):
     def of_state(self, key: _Key) -> tuple[Any, ...]:
         return *super().of_state(key), self.shapes.kv.abstract[0]
 
-    def partial(self, step: ProgramKey) -> host_kv_step.Partial:
-        """Shapes of its partial attention."""
-        if step not in self._results:
+    def queries(self, step: ProgramKey) -> jax.ShapeDtypeStruct:
+        """The shape of the queries of such a step."""
+        if step not in self._queries:
             key = next(key for key in self.keys() if key.step == step)
-            place = self.shapes.arrays.sharding()
-            _, partial = self.spec(key).results()
-            self._results[step] = jax.tree.map(
-                lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place),
-                partial,
-            )
-        return self._results[step]
+            _, q = self.spec(key).results()
+            self._queries[step] = placed(q, self.shapes.arrays.sharding())
+        return self._queries[step]
 
     def __call__(
         self, state: DeviceState, key: _Key, layer: int, params: Any, *uploads: Any
-    ) -> host_kv_step.Partial:
-        """The layer's partial attention; replaces its pages."""
-        pages, partial = self.call(key, params, state.kv[layer], *uploads)
+    ) -> jax.Array:
+        """The layer's queries; replaces its pages."""
+        pages, q = self.call(key, params, state.kv[layer], *uploads)
         state.kv[layer] = pages
-        return partial
+        return q
+
+
+class _AttendInPool(PartKind[ProgramKey]):
+    title = "attend-in-pool"
+    pure = host_kv_step.attend_in_pool
+
+    def __init__(self, shapes: ProgramShapes, enter: _EnterLayer) -> None:
+        super().__init__(shapes)
+        self.enter = enter
+        self._results: dict[ProgramKey, Partial] = {}
+
+    def keys(self) -> Iterable[ProgramKey]:
+        return self.shapes.layouts
+
+    def static(self, key: ProgramKey) -> tuple[Any, ...]:
+        return self.shapes.local_model, self.shapes.layouts[key]
+
+    def of_state(self, key: ProgramKey) -> tuple[Any, ...]:
+        return (self.shapes.kv.abstract[0],)
+
+    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
+        _, shared, (slot_mapping,), _ = self.enter.first.results(key)
+        return self.enter.queries(key), slot_mapping.batch, shared.since
+
+    def partial(self, key: ProgramKey) -> Partial:
+        """Shapes of the partial attention of such a step."""
+        if key not in self._results:
+            place = self.shapes.arrays.sharding()
+            results = (placed(array, place) for array in self.spec(key).results())
+            self._results[key] = Partial(self.enter.queries(key), *results)
+        return self._results[key]
 
 
 class _AttendGroup(PartKind[ProgramKey]):
     title = "attend-group"
     pure = host_kv_step.attend_group
 
-    def __init__(self, shapes: ProgramShapes, enter: _EnterLayer) -> None:
+    def __init__(self, shapes: ProgramShapes, pool: _AttendInPool) -> None:
         super().__init__(shapes)
-        self._enter = enter
+        self._pool = pool
 
     def keys(self) -> Iterable[ProgramKey]:
         return self.shapes.host_kv.by_pages
@@ -245,10 +277,10 @@ class _AttendGroup(PartKind[ProgramKey]):
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         shapes, size = self.shapes, self.shapes.host_group_pages
-        _, _, (slot_mapping,), _ = self._enter.first.results(key)
+        _, _, (slot_mapping,), _ = self._pool.enter.first.results(key)
         tables = shapes.int32(shapes.layouts[key].rows, size + 1)
         return (
-            self._enter.partial(key),
+            self._pool.partial(key),
             slot_mapping.batch,
             shapes.kv.staging(size, 1),
             tables,
@@ -262,13 +294,13 @@ class _LeaveLayer(_PartOfLayer):
     pure = host_kv_step.leave_layer
     donated = (1,)
 
-    def __init__(self, shapes: ProgramShapes, enter: _EnterLayer) -> None:
+    def __init__(self, shapes: ProgramShapes, pool: _AttendInPool) -> None:
         super().__init__(shapes)
-        self._enter = enter
+        self._pool = pool
 
     def static(self, key: _Key) -> tuple[Any, ...]:
         return self.shapes.family, self.shapes.local_model, key.kind
 
     def uploads(self, key: _Key) -> tuple[Any, ...]:
-        x, shared, _ = self._enter.uploads(key)
-        return x, shared, self._enter.partial(key.step)
+        x, shared, _ = self._pool.enter.uploads(key)
+        return x, shared, self._pool.partial(key.step)

@@ -44,7 +44,8 @@ class AttendByQueries:
         self, key: ProgramKey, layer: int, partial: Partial, batch: RaggedBatch, *means: np.ndarray
     ) -> Partial:
         """Merges attention to the host's pages of `batch` into `partial`; with SparF, `means` has
-        the mean values of decodes in this layer. Waits for nothing."""
+        the mean values of decodes in this layer. The host needs the queries of `partial` alone, and
+        does not wait for the rest of it."""
         store = self._store()
         q = jax.device_put(partial.q, self._host)
         results = self._attend.call(key, q, store.on_host(layer), batch, *means)

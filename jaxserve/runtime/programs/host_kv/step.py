@@ -1,10 +1,10 @@
 """A layer in parts, for sequences whose older pages are on the host.
 
-Attention is an algebra of partial results: over the pages in the pool by `enter_layer`, over pages
-on the host by `attend_on_host`, or over groups of these by `attend_group`, one after another,
-merged by their log-sum-exps. What follows the attention is `leave_layer`. A family's layer is one
-function with the attention within; the first part has no use for what comes after it, nor the last
-for what comes before, and the compiler drops both.
+Queries come from `enter_layer`. Attention is an algebra of partial results: over the pages in the
+pool by `attend_in_pool`, over pages on the host by `attend_on_host`, or over groups of these by
+`attend_group`, one after another, merged by their log-sum-exps. What follows the attention is
+`leave_layer`. A family's layer is one function with the attention within; the first part has no use
+for what comes after it, nor the last for what comes before, and the compiler drops both.
 """
 
 from __future__ import annotations
@@ -47,36 +47,48 @@ class Partial(NamedTuple):
 def enter_layer(
     family: Family,
     config: ModelConfig,
-    layout: StepLayout,
     kind: LayerKind,
     params: Params,
     pages: Pages,
     x: jax.Array,
     shared: TokenInputs,
     slot_mapping: SlotMapping,
-) -> tuple[Pages, Partial]:
-    """The layer up to its attention: writes the step's keys and values to `pages`, and attends to
-    the tokens whose KV is there."""
-    batch, partial = slot_mapping.batch, None
+) -> tuple[Pages, jax.Array]:
+    """The layer up to its attention: writes the step's keys and values to `pages`; its queries
+    [tokens, heads, head_dim]."""
+    queries = None
 
     def attention(q, k, v, *, window, sinks=None):
-        nonlocal pages, partial
+        nonlocal pages, queries
         pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
-        _, until = causal(batch, len(q), layout.key.decode_tokens, None, None)
-        out, lse = attend(
-            q,
-            pages,
-            batch,
-            Visible(jnp.minimum(shared.since, until), until),
-            num_decodes=layout.key.decode_tokens,
-            scale=config.attention_scale,
-            soft_cap=config.attention_soft_cap,
-        )
-        partial = Partial(q, out, lse)
-        return out.astype(q.dtype)
+        queries = q
+        return q
 
     family.layer(_adapted(params, shared), config, kind, x, shared.of_family, attention)
-    return pages, partial
+    return pages, queries
+
+
+def attend_in_pool(
+    config: ModelConfig,
+    layout: StepLayout,
+    pages: Pages,
+    q: jax.Array,
+    batch: RaggedBatch,
+    since: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of queries to the tokens of their rows from `since` on, int32 [tokens], whose KV is
+    in the pool: out and lse, as of a Partial."""
+    _, until = causal(batch, len(q), layout.key.decode_tokens, None, None)
+    out, lse = attend(
+        q,
+        pages,
+        batch,
+        Visible(jnp.minimum(since, until), until),
+        num_decodes=layout.key.decode_tokens,
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+    )
+    return out.astype(jnp.float32), lse
 
 
 def attend_group(
