@@ -16,7 +16,9 @@ from jaxserve.core.process.tables import table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jaxserve.core.model_config import ModelConfig
     from jaxserve.core.settings.chat_settings import ChatSettings
+    from jaxserve.core.settings.config import EngineConfig
     from jaxserve.llm import LLM
     from jaxserve.offline.job import BatchJob
     from jaxserve.offline.offload_policy import Lengths, OffloadPolicy, Problem
@@ -96,17 +98,19 @@ def choose(
     rows = _sizes(min(_MAX_ROWS, engine.max_num_seqs or _MAX_ROWS))
     probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows[-1])
     with load(probe) as llm:
-        problem = _problem(llm, job, names, chat, rows)
-    return fastest(engine, problem)
+        plan = llm.plan()
+        kv_on_host = _may_keep_kv_on_host(plan.config, plan.shapes.model)
+        problem = _problem(llm, job, names, chat, rows, kv_on_host)
+    return fastest(engine, problem, kv_on_host)
 
 
 def _sizes(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def fastest(engine: EngineOptions, problem: Problem) -> ChosenOffload:
+def fastest(engine: EngineOptions, problem: Problem, kv_on_host: bool = True) -> ChosenOffload:
     """The settings of the fastest policy that fit, with a number of sequences in a step that was
-    measured.
+    measured. `kv_on_host`: whether the model's KV may be there.
 
     State and programs of an engine grow with its sequences, and pages are whole, which the problem
     does not know: what the plan of the settings needs beyond the memory is added to its work.
@@ -114,7 +118,7 @@ def fastest(engine: EngineOptions, problem: Problem) -> ChosenOffload:
     """
     from jaxserve.runtime.startup import engine_plan
 
-    never, rows = _never(engine, problem), [*problem.rates.decode_s]
+    never, rows = _never(engine, problem, kv_on_host), [*problem.rates.decode_s]
     while True:
         chosen = carried_out(engine, problem, problem.best(rows, _sizes(_MAX_STEPS), never))
         memory = engine_plan.decide(chosen.engine).memory
@@ -125,7 +129,12 @@ def fastest(engine: EngineOptions, problem: Problem) -> ChosenOffload:
 
 
 def _problem(
-    llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings, rows: Sequence[int]
+    llm: LLM,
+    job: BatchJob,
+    names: tuple[str, ...],
+    chat: ChatSettings,
+    rows: Sequence[int],
+    kv_on_host: bool,
 ) -> Problem:
     from jaxserve.cli.planning import step_rates
     from jaxserve.offline.offload_policy import MemoryCapacity, ModelBytes, PolicyRates, Problem
@@ -154,7 +163,7 @@ def _problem(
     steps = step_rates.measure(llm.engine, rows, context)
     links = link_rates.measure(plan.device, layer_file(plan.checkpoint, shapes).path.parent)
     host_kv = None
-    if not memory.host_is_device:
+    if not memory.host_is_device and kv_on_host:
         sizes = shapes.layouts, shapes.kv, 1, plan.device
         host_kv = HostKVShapes(config, shapes.local_model, *sizes).attention.seconds
     return Problem(
@@ -195,7 +204,19 @@ def _lengths(llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings
     return Lengths.of(sum(prompt for prompt, _ in some), [output for _, output in some])
 
 
-def _never(engine: EngineOptions, problem: Problem) -> set[tuple[str, str]]:
+def _may_keep_kv_on_host(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether KV of this model may be on the host, and its time there can be measured."""
+    from jaxserve.runtime.hardware.host_attention import host_device
+    from jaxserve.runtime.startup.engine_plan import check_host_kv
+
+    try:
+        check_host_kv(dataclasses.replace(config, kv_on="host"), model)
+    except ConfigError:
+        return False
+    return host_device() is not None
+
+
+def _never(engine: EngineOptions, problem: Problem, kv_on_host: bool) -> set[tuple[str, str]]:
     """Places that this engine cannot use."""
     never = {("activations", "host"), ("activations", "disk"), ("kv", "disk")}
     if not problem.capacity.host:
@@ -205,6 +226,8 @@ def _never(engine: EngineOptions, problem: Problem) -> set[tuple[str, str]]:
     try:
         dataclasses.replace(engine, kv_on="host")
     except ConfigError:
+        kv_on_host = False
+    if not kv_on_host:
         never.add(("kv", "host"))
     return never
 

@@ -247,7 +247,7 @@ def decide_on(
         medusa=medusa,
         lora=partitioned_adapters(config, checkpoint.config, mesh) if config.enable_lora else None,
     )
-    _check_host_kv(config, checkpoint.config)
+    check_host_kv(config, checkpoint.config)
     memory = plan_memory(
         config,
         model,
@@ -285,7 +285,7 @@ def _check_quantizes(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
+def check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError for KV on the host of a model that does not have it yet."""
     windowed = any(spec.window and spec.window < config.max_model_len for spec in model.kv_specs)
     if config.kv_on == "host" and (model.mla or windowed):
