@@ -14,11 +14,12 @@ from pallas_kernels.platforms import by_platform
 
 
 class Slots(NamedTuple):
-    """In the place of the page ids `pages`: for each page and position of it, the page and offset
-    where that position's token is, int32 [pages, page_size] each; and whether that is elsewhere for
-    any of them."""
+    """In the place of the page ids `pages`: the place on a path of each page's positions, int32
+    [pages, page_size], where the tokens of these places are, int32 [pages, most] each, and whether
+    any of the pages has one of them."""
 
     pages: jax.Array
+    places: jax.Array
     page_ids: jax.Array
     offsets: jax.Array
     elsewhere: jax.Array
@@ -27,19 +28,9 @@ class Slots(NamedTuple):
 def on_paths(ids, position, paths: Paths, sees):
     """The slots of pages `ids` [pages], of which page p has the positions `position[p]`, or those
     of its only entry, and is read by the token of `paths[p]`, if it `sees` any of them."""
-    page_size = position.shape[1]
-    index = position - paths.first[:, None]
-    elsewhere = jnp.any((index[:, -1] >= 0) & sees)
-    which = jnp.clip(index, 0, paths.page_ids.shape[1] - 1)
-    page_ids, offsets = (
-        jnp.take_along_axis(array, which, axis=1) for array in (paths.page_ids, paths.offsets)
-    )
-    return Slots(
-        ids,
-        jnp.where(index >= 0, page_ids, ids[:, None]),
-        jnp.where(index >= 0, offsets, jnp.arange(page_size)),
-        elsewhere,
-    )
+    places = position - paths.first[:, None]
+    elsewhere = jnp.any((places[:, -1] >= 0) & sees)
+    return Slots(ids, places, paths.page_ids, paths.offsets, elsewhere)
 
 
 def gathered_pages(array, ids, axis, viewed=lambda array: array):
@@ -47,13 +38,23 @@ def gathered_pages(array, ids, axis, viewed=lambda array: array):
     as another just before it is read."""
     if not isinstance(ids, Slots):
         return viewed(array).at[ids].get(mode="clip")
-    index = (ids.page_ids, *[slice(None)] * (axis - 1), ids.offsets)
-    return lax.cond(
-        ids.elsewhere,
-        lambda array: jnp.moveaxis(viewed(array).at[index].get(mode="clip"), 1, axis),
-        lambda array: viewed(array).at[ids.pages].get(mode="clip"),
-        array,
-    )
+
+    def in_order(array):
+        return viewed(array).at[ids.pages].get(mode="clip")
+
+    def along_paths(array):
+        index = (ids.page_ids, *[slice(None)] * (axis - 1), ids.offsets)
+        tokens = viewed(array).at[index].get(mode="clip")
+        pages = in_order(array)
+        dtype = pages.dtype
+        # XLA on CPUs would convert small floats for each select.
+        tokens, pages = as_bits(tokens), as_bits(pages)
+        for place in range(tokens.shape[1]):  # Selects in one pass; a gather by token is slower.
+            here = jnp.expand_dims(ids.places == place, [n for n in (1, 2, 3) if n != axis])
+            pages = jnp.where(here, jnp.expand_dims(tokens[:, place], axis), pages)
+        return lax.bitcast_convert_type(pages, dtype)
+
+    return lax.cond(ids.elsewhere, along_paths, in_order, array)
 
 
 def block_of_pages(pages: Pages, ids, block, dtype):
