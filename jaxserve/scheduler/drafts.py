@@ -33,7 +33,8 @@ HORIZON = 96
 latest. So the rare drafts of exploration count for more."""
 
 HORIZON_OF_ALL = 64
-"""The same, in steps of all sequences together: what new ones are assumed to accept."""
+"""The same, in observations of all sequences together, one for each and step: what new ones are
+assumed to accept."""
 
 MIN_ACCEPTANCE = 0.1
 """A sequence that accepts fewer first drafts is not drafted for, except in exploration."""

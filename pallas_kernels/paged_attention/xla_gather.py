@@ -12,6 +12,9 @@ from pallas_kernels.arrays import as_bits
 from pallas_kernels.paged_attention.layout import LatentPages, Pages, Paths, unpacked_int4
 from pallas_kernels.platforms import by_platform
 
+_SMALL_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
+"""Dtypes that XLA converts to float32 on CPUs before it does anything with them."""
+
 
 class Slots(NamedTuple):
     """In the place of the page ids `pages`: the place on a path of each page's positions, int32
@@ -22,15 +25,15 @@ class Slots(NamedTuple):
     places: jax.Array
     page_ids: jax.Array
     offsets: jax.Array
-    elsewhere: jax.Array
+    any_on_path: jax.Array
 
 
 def on_paths(ids, position, paths: Paths, sees):
     """The slots of pages `ids` [pages], of which page p has the positions `position[p]`, or those
     of its only entry, and is read by the token of `paths[p]`, if it `sees` any of them."""
     places = position - paths.first[:, None]
-    elsewhere = jnp.any((places[:, -1] >= 0) & sees)
-    return Slots(ids, places, paths.page_ids, paths.offsets, elsewhere)
+    any_on_path = jnp.any((places[:, -1] >= 0) & sees)
+    return Slots(ids, places, paths.page_ids, paths.offsets, any_on_path)
 
 
 def gathered_pages(array, ids, axis, viewed=lambda array: array):
@@ -54,7 +57,7 @@ def gathered_pages(array, ids, axis, viewed=lambda array: array):
             pages = jnp.where(here, jnp.expand_dims(tokens[:, place], axis), pages)
         return lax.bitcast_convert_type(pages, dtype)
 
-    return lax.cond(ids.elsewhere, along_paths, in_order, array)
+    return lax.cond(ids.any_on_path, along_paths, in_order, array)
 
 
 def block_of_pages(pages: Pages, ids, block, dtype):
@@ -94,16 +97,17 @@ def _features(array, ids, block, dtype, axis):
             return gathered(array, viewed=as_bits)
 
         nothing = jax.eval_shape(bits)
-        return _from_float8(
-            lax.cond(block >= 0, bits, lambda: jnp.zeros(nothing.shape, nothing.dtype)), dtype
-        )
+        some = lax.cond(block >= 0, bits, lambda: jnp.zeros(nothing.shape, nothing.dtype))
+        if array.dtype == jnp.float8_e4m3fn:
+            return _from_float8(some, dtype)
+        return lax.bitcast_convert_type(some, array.dtype).astype(dtype)
 
     def elsewhere(array):
         return gathered(array).astype(dtype)
 
     if array.dtype == jnp.uint8:
         return unpacked_int4(gathered(array), axis).astype(dtype)
-    if array.dtype != jnp.float8_e4m3fn:
+    if array.dtype not in _SMALL_FLOATS:
         return elsewhere(array)
     return by_platform(array, cpu=on_cpu, default=elsewhere)
 

@@ -176,7 +176,7 @@ def test_both_forms_are_the_sum_over_chosen_experts(moe_config, tokens, skewed):
 def test_padding_takes_no_expert(monkeypatch, form):
     """Rows are counted in the program, and those of padding give zeros."""
     params, x = mixture_of(len(REAL))
-    if form == "ragged_dot":  # As `platform_dependent` takes on other devices.
+    if form == "ragged_dot":  # As `by_platform` takes on other devices.
         monkeypatch.setattr(moe, "by_blocks", moe.by_ragged_dot)
     if form == "int8":
         rows = {name: params[name].reshape(-1, params[name].shape[-1]) for name in EXPERTS}

@@ -520,6 +520,24 @@ def test_a_donated_pool_is_written_in_place(dtype):
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+def test_a_pool_is_not_copied_to_be_read(dtype):
+    """XLA on CPUs converts small floats, which must be those that are read and no others."""
+
+    def step(pages, new, where, q, batch):
+        pages = write_kv(pages, new, new, where, where)
+        return pages, paged_attention(q, pages, batch, num_decodes=4, scale=0.3)
+
+    pages = KVPages(*(jax.ShapeDtypeStruct((4096, 2, 8, 8), dtype) for _ in "kv"))
+    activations = dtype if dtype != jnp.float8_e4m3fn else jnp.bfloat16
+    new, q = (jax.ShapeDtypeStruct((4, heads, 8), activations) for heads in (2, 4))
+    where, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4,), (4, 8)))
+    batch = RaggedBatch(tables, where, where, where)
+    program = jax.jit(step, donate_argnums=0).lower(pages, new, where, q, batch).compile()
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
+
+
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_what_is_written_to_quantized_pages_is_rounded_and_limited(dtype):
     k = jnp.float32([[[1.26, -0.63], [1e9, -1e9]]])

@@ -51,3 +51,18 @@ def test_the_whole_logits_are_never_materialized():
     lowered = score.lower(None, embed, hidden, targets, np.int32(tokens))
     temporaries = lowered.compile().memory_analysis().temp_size_in_bytes
     assert temporaries < vocab * tokens * 4 / 4
+
+
+@pytest.mark.parametrize("count", [5, 512, 1100])
+def test_sums_of_chunks_over_several_tiles(count):
+    room, num_chunks = 1200, 3
+    rng = np.random.default_rng(count)
+    hidden = rng.normal(size=(room, FEATURES)).astype(np.float32)
+    chunks = np.sort(rng.integers(0, num_chunks, room)).astype(np.int32)
+    hidden[count:] = np.nan
+    sums = jax.jit(prompt_programs.sum_chunks, static_argnums=0)(
+        num_chunks, hidden, chunks, np.int32(count)
+    )
+    own = chunks[:count]
+    expected = [hidden[:count][own == chunk].sum(axis=0) for chunk in range(num_chunks)]
+    np.testing.assert_allclose(sums, expected, atol=1e-3)
