@@ -294,8 +294,8 @@ def test_bad_input(run_here, config_70b, capsys, options, words):
 @pytest.mark.parametrize(
     ("trace", "words"),
     [
-        (TRACE.replace("0.1", "-0.1"), ["line 3", "-0.1 s", "0 or more"]),
-        (TRACE.replace("0.1", "nan"), ["line 3", "nan s"]),
+        (TRACE.replace("0.1", "-0.1"), ["line 3", "'-0.1'", "0 or more"]),
+        (TRACE.replace("0.1", "nan"), ["line 3", "'nan'"]),
         (TRACE.replace("num_decode_tokens", "tokens"), ["no column 'num_decode_tokens'"]),
         (TRACE.replace("400", "9000"), ["9000 tokens", "--max-input-tokens"]),
     ],
