@@ -18,10 +18,12 @@ from jaxserve.cli.planning.plan_tables import (
     pages_that_fit,
     placement_table,
     program_list,
+    program_names,
     program_summary,
     requests_at_once,
     turn,
     turn_lengths,
+    uncompiled_programs,
 )
 from jaxserve.cli.terminal.text import device_name
 from jaxserve.core.errors import ConfigError
@@ -45,7 +47,8 @@ class Plan(Common):
     With --exact as well, the programs are compiled by the compiler of those devices.
 
     Attributes:
-        programs: list every program with its scratch memory, not only their number.
+        programs: list every program, with its scratch memory if it is compiled, and not only their
+            number.
         json: print one JSON object, with all sizes in bytes and every program.
         device: plan for a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML file with the fields
             of those, instead of the devices here.
@@ -88,11 +91,6 @@ class Plan(Common):
         return 0
 
     def _run_described(self) -> int:
-        if self.programs and not self.exact:
-            raise ConfigError(
-                "programs lists compiled programs; leave it out for target devices, or "
-                "compile for those with --exact."
-            )
         programs: Programs | dict[str, Any] = {}
         if self.exact:
             from jaxserve.runtime.startup import deviceless
@@ -123,6 +121,9 @@ class Plan(Common):
                 "sessions": {name: dataclasses.asdict(times) for name, times in sessions.items()},
             }
             document = _document(plan, programs) | {"device": described.device_name} | shown
+            if not programs:
+                unknown = dict.fromkeys(("scratch_bytes", "result_bytes", "from_cache"))
+                document["programs"] = [{"name": name} | unknown for name in program_names(plan)]
             print(json.dumps(document, default=str))
             return 0
         parts = [
@@ -134,6 +135,8 @@ class Plan(Common):
             parts.append(placement_table(plan.shapes))
         if programs:
             parts.append(program_list(programs) if self.programs else program_summary(programs))
+        else:
+            parts.append(uncompiled_programs(program_names(plan), self.programs))
         print(*parts, sep="\n\n")
         return 0
 

@@ -232,8 +232,9 @@ class _Served:
 
 @dataclasses.dataclass(frozen=True)
 class _Engines:
-    """What the engines did, in all. `mfu` and `mbu` are None where the device has no peak rates,
-    `mean_replicas` and what follows where engines get requests in turn."""
+    """What the engines did, in all. `kv_pool_mean` is over the time that each was there. `mfu` and
+    `mbu` are None where the device has no peak rates, `mean_replicas` and what follows where
+    engines get requests in turn."""
 
     steps: int
     scheduled_tokens: int
@@ -276,7 +277,7 @@ class _Engines:
             preemptions=round(total("num_preemptions")),
             prefix_cache_hit_rate=total("prefix_cache_hits")
             / max(1, total("prefix_cache_queries")),
-            kv_pool_mean=sum(replica.pool.mean for replica in replicas) / len(replicas),
+            kv_pool_mean=sum(replica.pool.share_us for replica in replicas) / replica_us,
             kv_pool_peak=max(replica.pool.peak for replica in replicas),
             mfu=mfu,
             mbu=mbu,

@@ -10,7 +10,7 @@ from jaxserve.core.process.extras import extra
 from jaxserve.loadgen.results import Objectives, RequestResult
 from jaxserve.loadgen.series import Curve, distribution, in_flight, thinned, token_rate
 from jaxserve.metrics.fluidity import Deadlines
-from jaxserve.metrics.svg_page import LETTERS, html_page, svg_element
+from jaxserve.metrics.svg_page import SVG_STYLE, html_page, svg_element
 
 with extra("plots"):
     from matplotlib import rc_context
@@ -45,7 +45,7 @@ def write_plot(
     figure = draw(results, objectives, deadlines, pool)
     if path.suffix != ".html":
         figure.suptitle(title)
-        with rc_context(LETTERS):
+        with rc_context(SVG_STYLE):
             figure.savefig(path)
         return
     drawing = svg_element(figure, "load")

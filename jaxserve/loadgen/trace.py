@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import datetime
 import itertools
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxserve.core.errors import ConfigError
 
-_CSV_TIME, _CSV_LENGTHS = "arrived_at", ("num_prefill_tokens", "num_decode_tokens")
 _BLOCK_TOKENS = 512
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+class _Columns(NamedTuple):
+    """Names in the header of a CSV trace."""
+
+    time: str
+    prompt: str
+    output: str
+
+
+_VIDUR = _Columns("arrived_at", "num_prefill_tokens", "num_decode_tokens")
+_AZURE = _Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,15 +49,16 @@ class TraceRequest:
 def read_trace(path: Path, gaps_s: Iterator[float] | None = None) -> list[TraceRequest]:
     """The requests of a trace in order of arrival, the first at 0.
 
-    The first character selects one of two formats. CSV with a header: `arrived_at` (seconds),
-    `num_prefill_tokens`, `num_decode_tokens` (Azure's traces as in Vidur). JSON lines:
+    The first character selects CSV or JSON lines. CSV has a header: `arrived_at` (seconds),
+    `num_prefill_tokens`, `num_decode_tokens` (Vidur, Agrawal et al. 2024), or `TIMESTAMP` (a date
+    and time), `ContextTokens`, `GeneratedTokens` (Azure, Patel et al. 2024). JSON lines have
     `timestamp` (milliseconds), `input_length`, `output_length`, and `hash_ids`, one for each block
     of 512 prompt tokens (Mooncake, Qin et al., FAST 2025). With `gaps_s` requests arrive so far
-    apart, in the order in which they would have, or of the lines where these have no `arrived_at`
+    apart, in the order in which they would have, or of the lines where these have no time
     (Vidur's traces of lengths). Raises ConfigError, naming the line.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
             first = lines.read(1)
             lines.seek(0)
             requests = list(
@@ -152,24 +167,27 @@ def _at_most(limit: int | None, num_tokens: int) -> int:
 
 
 def _read_csv(path: Path, lines: Iterable[str], timed: bool) -> Iterator[TraceRequest]:
-    rows = csv.DictReader(lines)
-    there = rows.fieldnames or ()
-    if missing := [name for name in _CSV_LENGTHS if name not in there]:
+    rows = csv.DictReader(lines, skipinitialspace=True)
+    rows.fieldnames = there = [name.strip() for name in rows.fieldnames or ()]
+    columns = _AZURE if _AZURE.prompt in there else _VIDUR
+    if missing := [name for name in (columns.prompt, columns.output) if name not in there]:
         raise ConfigError(
             f"the trace {path} has no column {missing[0]!r}; a CSV trace has the columns "
-            f"{', '.join((_CSV_TIME, *_CSV_LENGTHS))}, and a trace in JSON lines begins with {{."
+            f"{', '.join(_VIDUR)}, or {', '.join(_AZURE)}, and a trace in JSON lines begins with "
+            "{."
         )
-    if timed and _CSV_TIME not in there:
+    if timed and columns.time not in there:
         raise ConfigError(
-            f"the trace {path} has no column {_CSV_TIME!r}; give request_rate, by which arrivals "
-            "are drawn."
+            f"the trace {path} has no column {columns.time!r}; give request_rate, by which "
+            "arrivals are drawn."
         )
     for row in rows:
         try:
-            arrived_at = row[_CSV_TIME] if _CSV_TIME in there else 0
-            prompt, output = (row[name] for name in _CSV_LENGTHS)
-            yield _request(float(arrived_at) * 1e6, int(prompt), int(output))
-        except (TypeError, ValueError, OverflowError) as error:
+            arrival_us = 0.0
+            if columns.time in there:
+                arrival_us = (_date_us if columns is _AZURE else _seconds_us)(row, columns.time)
+            yield _request(arrival_us, _count(row, columns.prompt), _count(row, columns.output))
+        except ValueError as error:
             raise ConfigError(f"{path}, line {rows.line_num}: {error}") from error
 
 
@@ -179,22 +197,72 @@ def _read_json_lines(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]
             continue
         try:
             row = json.loads(line)
-            length, output = int(row["input_length"]), int(row["output_length"])
-            blocks = tuple(map(int, row.get("hash_ids", ())))
-            yield _request(float(row["timestamp"]) * 1e3, length, output, blocks)
-        except KeyError as error:
-            raise ConfigError(f"{path}, line {number}: missing {error}") from error
-        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            if not isinstance(row, dict):
+                raise ValueError(f"it is {row!r}; it must be an object, such as {{...}}")
+            arrival_us = 1e3 * _time(row, "timestamp", "milliseconds")
+            prompt, output = _count(row, "input_length"), _count(row, "output_length")
+            yield _request(arrival_us, prompt, output, _block_ids(row))
+        except ValueError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
+
+
+def _seconds_us(row: Mapping[str, Any], name: str) -> float:
+    return 1e6 * _time(row, name, "seconds")
+
+
+def _time(row: Mapping[str, Any], name: str, unit: str) -> float:
+    """Raises ValueError unless it is a finite number, 0 or more."""
+    value = _value(row, name)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a number of {unit}, 0 or more")
+    return number
+
+
+def _date_us(row: Mapping[str, Any], name: str) -> float:
+    """Microseconds since 1970 of a date and time, in UTC if it names no zone."""
+    value = _value(row, name)
+    try:
+        date = datetime.datetime.fromisoformat(value)
+    except ValueError:
+        raise ValueError(
+            f"{name} is {value!r}; it must be a date and time, such as 2023-11-16 18:17:03.979"
+        ) from None
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=datetime.UTC)
+    return (date - _EPOCH) / datetime.timedelta(microseconds=1)
+
+
+def _count(row: Mapping[str, Any], name: str) -> int:
+    """Raises ValueError unless it is a whole number, 0 or more; 100.0 is one."""
+    value = _value(row, name)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not (number >= 0 and number.is_integer()):
+        raise ValueError(f"{name} is {value!r}; it must be a number of tokens, 0 or more")
+    return int(number)
+
+
+def _block_ids(row: Mapping[str, Any]) -> tuple[int, ...]:
+    blocks = row.get("hash_ids", [])
+    if not (isinstance(blocks, list) and all(type(block) is int for block in blocks)):
+        raise ValueError(f"hash_ids is {blocks!r}; it must be a list of whole numbers")
+    return tuple(blocks)
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        raise ValueError(f"it has no {name}")
+    return row[name]
 
 
 def _request(
     arrival_us: float, prompt_tokens: int, output_tokens: int, block_ids: tuple[int, ...] = ()
 ) -> TraceRequest:
-    """Raises ValueError or OverflowError for an invalid request."""
-    if not 0 <= arrival_us < math.inf:
-        raise ValueError(f"the time of arrival is {arrival_us / 1e6:g} s; it must be 0 or more")
-    if prompt_tokens < 0 or output_tokens < 0:
-        raise ValueError(f"a length is negative: {min(prompt_tokens, output_tokens)}")
     # Traces contain some empty prompts and outputs, which no endpoint accepts.
     return TraceRequest(round(arrival_us), max(1, prompt_tokens), max(1, output_tokens), block_ids)

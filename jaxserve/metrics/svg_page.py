@@ -11,8 +11,9 @@ with extra("plots"):
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-LETTERS = {"svg.fonttype": "none"}
-"""Text as text, not paths: searchable, accessible, and a tenth of the size."""
+SVG_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "jaxserve"}
+"""Text as text, not paths: searchable, accessible, and a tenth of the size. With a salt, the ids
+of equal figures are equal."""
 
 _NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
@@ -20,7 +21,7 @@ _NOTHING = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 def svg_element(figure: Figure, name: str) -> str:
     """A figure as an SVG element. Its ids begin with `name`, so that they are unique in a page."""
     buffer = io.StringIO()
-    with rc_context(LETTERS):
+    with rc_context(SVG_STYLE):
         figure.savefig(buffer, format="svg", metadata=_NOTHING)
     # Drop the XML prologue, which is only for standalone files.
     text = buffer.getvalue()[buffer.getvalue().index("<svg") :]

@@ -20,9 +20,14 @@ _BUBBLE = PackedStep(-1, StepPlan(), ProgramKey(0, 0))
 
 
 class VirtualClock:
-    """The time of a simulation, in microseconds from 0 on. It moves only when told."""
+    """The time of a simulation, in microseconds from 0 on. It moves only when told.
+
+    Attributes:
+        watchers: called with the time before and the time after, when it moves.
+    """
 
     def __init__(self) -> None:
+        self.watchers: list[Callable[[int, int], None]] = []
         self._now_us = 0
 
     def now(self) -> int:
@@ -30,7 +35,11 @@ class VirtualClock:
 
     def advance_to(self, time_us: int) -> None:
         """Moves the clock to `time_us`, if that is later."""
-        self._now_us = max(self._now_us, time_us)
+        if time_us <= self._now_us:
+            return
+        for watcher in self.watchers:
+            watcher(self._now_us, time_us)
+        self._now_us = time_us
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
-from jaxserve.core.events import Dispatched, Record
+from jaxserve.core.arithmetic import cdiv
+from jaxserve.kv.pages import PagePool
+from jaxserve.simulator.executor import VirtualClock
 
-_MAX_POINTS = 2048
+_MAX_POINTS = 1024
 
 
 class PoolUse:
-    """A sink of an event log: pages in use at each dispatch, as shares of the pool.
+    """Pages in use, as shares of a pool, of the whole time that a clock has passed.
 
     Attributes:
         peak: the largest share.
-        points: (time_us, share), thinned evenly to at most 2,048.
+        share_us: the integral of the share over time, in microseconds.
     """
 
-    def __init__(self) -> None:
-        self.peak = 0.0
-        self.points: list[tuple[int, float]] = []
-        self._every, self._seen = 1, 0
-        self._since_us, self._share, self._sum = 0, 0.0, 0.0
+    def __init__(self, pool: PagePool, clock: VirtualClock) -> None:
+        self.peak = self.share_us = 0.0
+        self._pool, self._clock = pool, clock
+        # Integrals of equal spans of time, which double where there is more time than spans.
+        self._spans, self._span_us = [0.0] * _MAX_POINTS, 1
+        clock.watchers.append(self._passed)
 
-    def fold(self, record: Record) -> None:
-        if type(record) is not Dispatched:
-            return
-        now_us, share = record.time_us, record.pages_used / record.pages_total
-        self._sum += self._share * (now_us - self._since_us)
-        self._since_us, self._share = now_us, share
-        self.peak = max(self.peak, share)
-        if self._seen % self._every == 0:
-            self.points.append((now_us, share))
-            if len(self.points) > _MAX_POINTS:
-                self.points = self.points[::2]
-                self._every *= 2
-        self._seen += 1
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(time_us, share), at most 1,025: the mean from then until the next point. The last one is
+        the present."""
+        width, now_us = self._span_us, self._clock.now()
+        means = [
+            (index * width, share_us / min(width, now_us - index * width))
+            for index, share_us in enumerate(self._spans[: cdiv(now_us, width)])
+        ]
+        return [*means, (now_us, self._share)]
 
     @property
     def curve(self) -> tuple[list[float], list[float]]:
         """The points as seconds, and shares."""
-        return [us / 1e6 for us, _ in self.points], [share for _, share in self.points]
+        times_us, values = zip(*self.points)
+        return [us / 1e6 for us in times_us], list(values)
 
     @property
-    def mean(self) -> float:
-        """Average over time, up to the last dispatch."""
-        return self._sum / self._since_us if self._since_us else self._share
+    def _share(self) -> float:
+        return self._pool.num_used / self._pool.capacity
+
+    def _passed(self, begin_us: int, end_us: int) -> None:
+        """Counts the pages that are in use: nothing took or freed any meanwhile."""
+        while end_us > self._span_us * _MAX_POINTS:
+            halves = self._spans[::2], self._spans[1::2]
+            self._spans = [a + b for a, b in zip(*halves)] + [0.0] * (_MAX_POINTS // 2)
+            self._span_us *= 2
+        if not (share := self._share):
+            return
+        self.peak = max(self.peak, share)
+        self.share_us += share * (end_us - begin_us)
+        while begin_us < end_us:
+            index = begin_us // self._span_us
+            until_us = min(end_us, (index + 1) * self._span_us)
+            self._spans[index] += share * (until_us - begin_us)
+            begin_us = until_us

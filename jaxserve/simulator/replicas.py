@@ -38,16 +38,16 @@ class SimulatedReplica:
     ) -> SimulatedReplica:
         """`on_finished` is called when a sequence has ended. Raises ConfigError for settings that
         are not simulated."""
-        counted, pool = CountedTimes(times, work), PoolUse()
+        counted = CountedTimes(times, work)
 
         def finished(record: Record) -> None:
             if type(record) is Finished:
                 on_finished()
 
         simulation = deployment.simulation(
-            counted, deadlines, sinks=(pool.fold, finished), keep_events=keep_events
+            counted, deadlines, sinks=(finished,), keep_events=keep_events
         )
-        return cls(simulation, counted, pool)
+        return cls(simulation, counted, PoolUse(simulation.core.kv.pool, simulation.clock))
 
     def serve(self, arrivals: Iterable[Arrival]) -> None:
         """Serves arrivals, in order of time, to the end. Raises RequestError for one that can never

@@ -132,9 +132,19 @@ def test_a_model_that_does_not_fit_gets_its_table_and_what_would_fit(run_here, t
     [
         (["--exact"], "exact is for --device"),
         (["--device=l4", "--exact"], "no description of L4"),
-        (["--device=v5e", "--programs"], "compile for those with --exact"),
     ],
 )
 def test_programs_of_devices_that_are_not_here(run_here, tiny_model, arguments, reason):
     run = run_here("plan", tiny_model, *SETTINGS, *arguments)
     run.assert_error(reason)
+
+
+def test_programs_of_devices_that_are_not_here_are_named_but_not_compiled(run_here, tiny_model):
+    options = ("plan", tiny_model, *SETTINGS, "--device=l4")
+    document = json.loads(run_here(*options, "--json").stdout)
+    names = [program["name"] for program in document["programs"]]
+    assert names and all(program["scratch_bytes"] is None for program in document["programs"])
+    summary = run_here(*options).stdout
+    assert re.search(rf"^programs +{len(names)}$", summary, re.MULTILINE)
+    listed = run_here(*options, "--programs").stdout.partition("PROGRAMS")[2].splitlines()[1:]
+    assert [line.split() for line in listed] == [[name, "unknown"] for name in names]

@@ -84,7 +84,7 @@ def test_the_best_deployment(run_here, config_70b, tmp_path, prices, searches):
     assert count <= len(searches) <= 2 * count
     assert out.read_bytes() == whole
     run = run_here("search", config_70b, *options[:-2], "--out", out)
-    run.assert_error("another space, load, SLO or prices")
+    run.assert_error("another space, load, SLO, prices or version")
     out.write_text("{}\n")
     run_here("search", config_70b, *options, "--out", out).assert_error("not the file of a search")
     # The command that it prints is one.
@@ -163,11 +163,18 @@ def test_an_slo_out_of_reach(run_here, config_70b, options, words):
                 *("--pipeline-parallel-size=1", "--scheduler=sarathi", "--max-num-seqs=64"),
                 *("--max-num-batched-tokens=576", "--manifest=x.yaml", "--image=x"),
             ),
-            ["none of 1 deployments", "spans 2 hosts", "search with devices for one engine"],
+            [
+                "the only deployment to search",
+                "spans 2 hosts",
+                "search with devices for one engine",
+            ],
         ),
         ((SLO, "--device=h200", "--request-rate=inf"), ["all at once"]),
         ((SLO, "--device=h200", "--prices=missing.toml"), ["missing.toml"]),
-        ((SLO, "--device=l4", "--devices=1"), ["none of", "needs", "may be used"]),
+        (
+            (SLO, "--device=l4", "--devices=1"),
+            ["18 deployments", "18 of them", "needs", "may be used"],
+        ),
         ((SLO, *SPACE, "--input-len=9000"), ["9000 tokens", "8192", "--max-input-tokens"]),
         (
             (

@@ -22,6 +22,12 @@ num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
 3772,54,3826,69.9
 10,109,119,0.1
 """
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,4808,10
+2023-11-16 18:17:04.0319600,3180,8
+2023-11-17 00:00:03.9799600,110,0
+"""
 JSON_LINES = """\
 {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 
@@ -45,6 +51,22 @@ def test_csv_by_time_of_arrival_from_the_first_on(trace):
         TraceRequest(1_500_000, 10, 109),
         TraceRequest(4_314_579, 396, 1),
     ]
+
+
+def test_azure_as_published(trace):
+    """Dates have seven digits of a second, and those of 2024 a zone."""
+    wanted = [
+        TraceRequest(0, 4808, 10),
+        TraceRequest(52_000, 3180, 8),
+        TraceRequest(20_580_000_000, 110, 1),
+    ]
+    assert read_trace(trace(AZURE)) == wanted
+    assert read_trace(trace(AZURE.replace("00,", "00+00:00,"))) == wanted
+
+
+def test_csv_as_spreadsheets_write_it(trace):
+    text = "\ufeff" + CSV.replace(",", ", ").replace("374", "374.0")
+    assert read_trace(trace(text)) == read_trace(trace(CSV))
 
 
 def test_json_lines_with_shared_blocks(trace):
@@ -73,18 +95,22 @@ def test_lengths_of_a_trace_with_arrivals_of_their_own(trace):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["no column 'num_prefill_tokens'", "arrived_at"]),
+        ("", ["no column 'num_prefill_tokens'", "arrived_at", "TIMESTAMP"]),
         ("a,b\n1,2\n", ["no column 'num_prefill_tokens'"]),
         (LENGTHS, ["no column 'arrived_at'", "request_rate"]),
         (CSV.splitlines()[0], ["no requests"]),
-        (CSV + "x,1,2\n", ["line 5", "'x'"]),
-        (CSV + "1.0,1\n", ["line 5"]),
-        (CSV + "inf,1,2\n", ["line 5", "is inf s"]),
-        (CSV + "-1.5,1,2\n", ["line 5", "is -1.5 s; it must be 0 or more"]),
-        (CSV + "1.0,-1,2\n", ["line 5", "negative: -1"]),
+        (CSV + "x,1,2\n", ["line 5", "arrived_at is 'x'; it must be a number of seconds"]),
+        (CSV + "1.0,1\n", ["line 5", "it has no num_decode_tokens"]),
+        (CSV + "inf,1,2\n", ["line 5", "arrived_at is 'inf'"]),
+        (CSV + "-1.5,1,2\n", ["line 5", "'-1.5'; it must be a number of seconds, 0 or more"]),
+        (CSV + "1.0,-1,2\n", ["line 5", "num_prefill_tokens is '-1'", "0 or more"]),
+        (CSV + "1.0,1,2.5\n", ["line 5", "num_decode_tokens is '2.5'", "number of tokens"]),
+        (AZURE + "3.5,1,2\n", ["line 5", "TIMESTAMP is '3.5'", "a date and time, such as"]),
         (JSON_LINES + "{]\n", ["line 4"]),
-        (JSON_LINES + "[1]\n", ["line 4"]),
-        (JSON_LINES + '{"timestamp": 1}\n', ["line 4", "'input_length'"]),
+        (JSON_LINES + "[1]\n", ["line 4", "[1]", "object"]),
+        (JSON_LINES + '{"timestamp": 1}\n', ["line 4", "it has no input_length"]),
+        (JSON_LINES.replace("3001", "-5"), ["line 3", "timestamp is -5", "milliseconds, 0 or"]),
+        (JSON_LINES.replace("[0]", "3"), ["line 3", "hash_ids is 3; it must be a list"]),
     ],
 )
 def test_what_is_no_trace_is_named_with_its_line(trace, text, words):

@@ -131,7 +131,9 @@ def test_more_than_the_host_has_is_refused():
 def test_what_does_not_fit_says_that_tiers_are_part_of_it():
     memory = plan(Accelerator(num_bytes=1 << 30), host_kv_bytes=1 << 20)
     memory = dataclasses.replace(memory, limit_bytes=memory.fixed_bytes)
-    with pytest.raises(MemoryPlanError, match=r"lower tiers 0\.\d+ GiB.*host_kv_bytes is needed"):
+    with pytest.raises(
+        MemoryPlanError, match=r"transfer buffers 0\.\d+ GiB.*host_kv_bytes is needed"
+    ):
         memory.check()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxserve.runtime.startup.start import start
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.acceptance import Verified
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
+from jaxserve.simulator.pool_use import PoolUse
 from jaxserve.simulator.simulation import Arrival, Simulation
 from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
 
@@ -66,15 +68,34 @@ def test_a_timeline_by_hand():
     assert step.padded_tokens == 24
 
 
+def test_the_pool_is_as_full_as_it_is_between_requests_too():
+    simulated = simulation("sarathi", enable_prefix_caching=False)
+    pool, clock = simulated.core.kv.pool, simulated.clock
+    use = PoolUse(pool, clock)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    simulated.run([Arrival(begin_us, [1, 2], params) for begin_us in (0, 10_000_000)])
+    # Each has a page until its last step runs, and none is taken in between.
+    ends = [each.token_us[-2] - each.arrival_us for each in simulated.metrics.finished()]
+    assert len(ends) == 2 and 0 < max(ends) < 1_000_000
+    assert use.peak == 1 / pool.capacity
+    assert use.share_us == pytest.approx(sum(ends) / pool.capacity, rel=1e-9)
+    times_us, shares = zip(*use.points)
+    assert len(times_us) <= 1025 and times_us[-1] == clock.now()
+    spans = [end - begin for begin, end in itertools.pairwise(times_us)]
+    integral = sum(span * share for span, share in zip(spans, shares))
+    assert integral == pytest.approx(use.share_us, rel=1e-9)
+    assert all(not share for us, share in use.points if 1_000_000 < us < 9_000_000)
+
+
 def test_transfers_take_the_time_of_their_bytes_one_at_a_time_in_each_queue():
     clock = VirtualClock()
     link = Link(bytes_per_s=1e6, latency_s=1e-3)
     transfers = SimulatedTransferWorker({Tier.HOST: link}, page_bytes=1000, clock=clock)
     assert transfers.reserve()
     assert transfers.reserve()
-    save = transfers.move(Tier.DEVICE, [1, 2], Tier.HOST, [0, 1], 2)
-    other = transfers.move(Tier.DEVICE, [3], Tier.HOST, [2], 1)
-    fetch = transfers.move(Tier.HOST, [5], Tier.DEVICE, [4])
+    save = transfers.submit(Tier.DEVICE, [1, 2], Tier.HOST, [0, 1], 2)
+    other = transfers.submit(Tier.DEVICE, [3], Tier.HOST, [2], 1)
+    fetch = transfers.submit(Tier.HOST, [5], Tier.DEVICE, [4])
     assert not transfers.ended()
     assert not transfers.reserve(2_999)  # Both buffers are in use until 3 ms.
     assert clock.now() == 2_999

@@ -27,9 +27,10 @@ class LoadOptions:
     """Arrival times and lengths: from a trace, or drawn at random.
 
     Attributes:
-        trace: CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or JSON lines with
-            timestamp, input_length, output_length, hash_ids. Without one, arrivals and lengths are
-            drawn, and with request_rate arrivals alone.
+        trace: CSV with arrived_at, num_prefill_tokens, num_decode_tokens (Vidur) or TIMESTAMP,
+            ContextTokens, GeneratedTokens (Azure), or JSON lines with timestamp, input_length,
+            output_length, hash_ids (Mooncake). Without one, arrivals and lengths are drawn, and
+            with request_rate arrivals alone.
         rate_scale: speeds up the trace's arrivals by this factor.
         length_scale: multiplies the trace's lengths, and the prefixes that its prompts share.
         request_rate: requests per second on average, by default those of the trace, or 1; inf sends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.planning.described import Described
@@ -315,6 +315,22 @@ def program_list(programs: Programs) -> str:
         for program in by_scratch(programs)
     ]
     return table(rows)
+
+
+def program_names(decided: EnginePlan) -> list[str]:
+    """Of all programs of an engine, without compiling any."""
+    from jaxserve.runtime.program_kinds import ProgramKinds
+
+    return [spec.name for spec in ProgramKinds(decided.shapes).specs()]
+
+
+def uncompiled_programs(names: Sequence[str], each: bool) -> str:
+    """How many programs there are, or the name of `each`; only their compiler knows the rest."""
+    if each:
+        return table([("PROGRAMS", "scratch"), *((name, "unknown") for name in names)])
+    return table(
+        [("PROGRAMS", ""), ("programs", f"{len(names):,}"), ("each of them", "--programs")]
+    )
 
 
 def by_scratch(programs: Programs) -> list[Program]:

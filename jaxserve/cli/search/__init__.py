@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,11 @@ from jaxserve.core.devices import DeviceSpec, device_names
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.progress_bar import ProgressBar
+from jaxserve.core.version import __version__
 from jaxserve.simulator.deployments.search import Outcome, Processes, outcomes
 from jaxserve.simulator.deployments.slo import Slo
+
+_MOST_REASONS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +170,13 @@ class Search(Common):
                 (planned if isinstance(plan, Planned) else dropped).append(plan)
                 bar.update(done)
         if not planned:
-            raise ConfigError(f"none of {len(dropped)} deployments can be: {dropped[-1].reason}")
+            raise ConfigError(_none_of(dropped))
         return planned, dropped
 
     def _document_of_search(self, load: SharedLoad, one: Planned) -> dict[str, Any]:
         """What outcomes depend on, besides the deployments."""
         return {
+            "jaxserve": __version__,
             "model": one.described.plan.checkpoint.config,
             "fixed": dataclasses.asdict(self.engine),
             "devices": [DeviceSpec.of(device) for device in self.device],
@@ -183,6 +190,21 @@ class Search(Common):
 
     def _document(self, findings: Findings) -> dict[str, Any]:
         return {"settings": dataclasses.asdict(self)} | findings.as_json()
+
+
+def _none_of(dropped: Sequence[Dropped]) -> str:
+    """Why no deployment is possible: reasons that differ in more than numbers, the most frequent
+    first."""
+    kinds: dict[str, list[str]] = collections.defaultdict(list)
+    for each in dropped:
+        kinds[re.sub(r"\d[\d,.]*", "", each.reason)].append(each.reason.rstrip("."))
+    most = sorted(kinds.values(), key=len, reverse=True)
+    reasons = [f"{len(same)} of them, for instance: {same[0]}" for same in most[:_MOST_REASONS]]
+    if rest := most[_MOST_REASONS:]:
+        reasons.append(f"{sum(map(len, rest))} of them for other reasons")
+    count = len(dropped)
+    head = f"none of the {count} deployments" if count > 1 else "the only deployment"
+    return f"{head} to search is possible; {'; '.join(reasons)}."
 
 
 def _cores() -> int:

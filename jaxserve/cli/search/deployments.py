@@ -107,7 +107,7 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """A deployment that cannot be, and why."""
+    """A deployment that is not possible, and why."""
 
     choice: Choice
     reason: str

@@ -83,6 +83,6 @@ class Journal:
             ) from None
         if first != heading:
             raise ConfigError(
-                f"out is {str(path)!r}, which has a search of another space, load, SLO or prices; "
-                "give another file, or remove that one."
+                f"out is {str(path)!r}, which has a search of another space, load, SLO, prices or "
+                "version of jaxserve; give another file, or remove that one."
             )

@@ -171,16 +171,16 @@ class MemoryPlan:
     def needs(self) -> str:
         """The memory needed by purpose, and the limit that it exceeds."""
         others = self.weights_bytes + self.lora_bytes + self.state_bytes + self.scratch_bytes
-        lower = self.fixed_bytes - others
+        buffers = self.fixed_bytes - others
         weights = f"weights {gib(self.weights_bytes)}"
         if self.host_weights_bytes:
             weights += f", layers on the host {gib(self.host_weights_bytes)}"
-            lower -= self.host_weights_bytes if self.host_is_device else 0
+            buffers -= self.host_weights_bytes if self.host_is_device else 0
         if self.lora_bytes:
             weights += f", LoRA adapters {gib(self.lora_bytes)}"
         text = (
             f"needs {gib(self.total_bytes)} ({weights}, KV pool "
-            f"{gib(self.kv_bytes)}, lower tiers {gib(lower)}, page tables and sampling "
+            f"{gib(self.kv_bytes)}, transfer buffers {gib(buffers)}, page tables and sampling "
             f"state {gib(self.state_bytes)}, program scratch {gib(self.scratch_bytes)})"
         )
         if self.total_bytes > self.limit_bytes:
