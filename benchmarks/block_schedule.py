@@ -106,7 +106,7 @@ def run(llm: LLM, count: int, tokens: int) -> Found:
         params = SamplingParams(
             temperature=0, max_tokens=2 if not seed else tokens, ignore_eos=True
         )
-        reads = llm.engine.weight_reads
+        reads = llm.engine.counters.weight_reads
         num_bytes, begin = reads.num_bytes, time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - begin

@@ -111,7 +111,7 @@ def timed(
 
 
 def copied(llm: LLM) -> int:
-    copies = llm.engine.host_kv_copies
+    copies = llm.engine.counters.host_kv_copies
     return copies.page_bytes + copies.query_bytes if copies else 0
 
 

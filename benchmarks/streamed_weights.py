@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, case: Case) -> Found:
 def measured(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Measured:
     """A request alone, with nothing cached."""
     llm.reset_prefix_cache()
-    reads = llm.engine._runner.weight_reads
+    reads = llm.engine.counters.weight_reads
     if reads is not None:
         reads.num_passes, reads.num_bytes = 0, 0
         reads.read_s = reads.step_s = reads.stall_s = 0.0

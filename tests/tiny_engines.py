@@ -281,7 +281,7 @@ def preemptions(engine: Engine) -> int:
 def assert_loads(engine: Engine) -> None:
     """Every token that a step computed took its experts in every layer that has some. The engine
     keeps its events."""
-    moe, loads = engine.plan.shapes.model.moe, engine.expert_loads
+    moe, loads = engine.plan.shapes.model.moe, engine.counters.expert_loads
     steps = [record for record in engine.log.records if isinstance(record, Dispatched)]
     computed = sum(step.decode_rows + step.prefill_tokens for step in steps)
     expected = [moe.num_experts_per_tok * computed] * sum(moe.sparse_layers)

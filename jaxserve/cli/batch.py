@@ -28,7 +28,7 @@ from jaxserve.core.process.tables import table
 from jaxserve.core.settings.chat_settings import ChatSettings, ReasoningParser
 
 if TYPE_CHECKING:
-    from jaxserve.core.steps.offload_counts import WeightReads
+    from jaxserve.core.steps.counters import WeightReads
     from jaxserve.offline.job import BatchJob
     from jaxserve.offline.run import BatchRun
 
@@ -166,7 +166,7 @@ class Batch(Common):
                             _say(str(chosen))
                             engine = chosen.engine
                         with load(engine, self.trace_file) as llm, BatchProgress() as progress:
-                            reads = llm.engine.weight_reads
+                            reads = llm.engine.counters.weight_reads
                             run.run(llm.engine, self.served_model_name, progress, self._chat)
                 except _Stopped as stopped:
                     status = 128 + stopped.number

@@ -33,16 +33,10 @@ from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.multi_host import SingleHost
 from jaxserve.engine.snapshot.restorer import Restorer
 from jaxserve.engine.snapshot.snapshots import Snapshots
-from jaxserve.metrics.expert_metrics import expert_metrics
 from jaxserve.metrics.kv_metrics import kv_metrics
 from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.metrics.offload_metrics import (
-    host_kv_metrics,
-    recall_metrics,
-    sparse_metrics,
-    weight_metrics,
-)
+from jaxserve.metrics.runtime_metrics import runtime_metrics
 from jaxserve.runtime.adapters import AdapterSlots, StagedAdapter
 from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
@@ -104,9 +98,7 @@ class Engine:
         _ENGINES.add(self)
         model, self._runner = plan.shapes.model, runner
         self.eos_token_ids = frozenset((*model.eos_token_ids, *tokenizer.eos_token_ids))
-        self.weight_reads, self.recall_counts = runner.weight_reads, runner.recall_counts
-        self.host_kv_copies, self.sparse_reads = runner.host_kv_copies, runner.sparse_reads
-        self.expert_loads = runner.expert_loads
+        self.counters = runner.counters
         self.adapters = AdapterSlots(plan, runner, self._adapters_in_use)
         self._input = InputProcessor(
             plan.config,
@@ -329,11 +321,9 @@ class Engine:
 
     def get_metrics(self) -> dict[str, Metric]:
         """All metrics, by exported name."""
+        of_steps = self.metrics.get_metrics(self.log.now())
         of_kv = kv_metrics(self.kv, self.plan.config.max_model_len)
-        of_kv |= host_kv_metrics(self.host_kv_copies) | recall_metrics(self.recall_counts)
-        of_kv |= sparse_metrics(self.sparse_reads) | weight_metrics(self.weight_reads)
-        of_experts = expert_metrics(self.expert_loads)
-        return self.metrics.get_metrics(self.log.now()) | of_kv | of_experts
+        return of_steps | of_kv | runtime_metrics(self.counters)
 
     def refuse(self, reason: str) -> None:
         """Accept no more requests, for example while a step hangs in another thread."""

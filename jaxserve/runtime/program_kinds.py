@@ -43,10 +43,12 @@ class ProgramKinds:
     def __init__(self, shapes: ProgramShapes) -> None:
         self.gather = GatherPages(shapes)
         self.forward: Forward | ForwardByLayer | ForwardWithHostKV
+        self.host_kv: ForwardWithHostKV | None = None
+        """The forward pass with KV on the host."""
         forward: tuple[ProgramKind[Any], ...]
         if shapes.config.kv_on == "host":
-            self.forward = with_host = ForwardWithHostKV(shapes, self.gather)
-            forward = with_host.kinds
+            self.forward = self.host_kv = ForwardWithHostKV(shapes, self.gather)
+            forward = self.host_kv.kinds
         elif shapes.config.program_scope == "layer":
             self.forward = by_layer = ForwardByLayer(shapes)
             forward = by_layer.kinds

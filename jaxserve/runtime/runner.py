@@ -17,13 +17,7 @@ import numpy as np
 
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.expert_loads import ExpertLoads
-from jaxserve.core.steps.offload_counts import (
-    HostKVCopies,
-    RecallCounts,
-    SparseReads,
-    WeightReads,
-)
+from jaxserve.core.steps.counters import ExpertLoads, RuntimeCounters
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import StepResults
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
@@ -33,7 +27,6 @@ from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.device_state import allocate, filled, put
 from jaxserve.runtime.programs.device_step import BUBBLE, DeviceStep, PackedInputs
 from jaxserve.runtime.programs.forward.forward_programs import Hidden
-from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.shapes.program import ProgramShapes, holding
 from jaxserve.runtime.state_memory import StateMemory
@@ -65,10 +58,7 @@ class Runner:
         self._sampler = StepSampler(self._state, shapes, self._kinds)
         self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
         self._block = StepBlock(shapes, self._kinds)
-        moe, in_parts = shapes.model.moe, isinstance(self._kinds.forward, ForwardWithHostKV)
-        self._expert_loads: ExpertLoads | None = None
-        if moe is not None and not in_parts:
-            self._expert_loads = ExpertLoads.of(sum(moe.sparse_layers), moe.num_experts)
+        self.counters = self._new_counters()
         self._unread_loads: collections.deque[tuple[int, SequenceOf[jax.Array]]]
         self._unread_loads = collections.deque()
         self.num_dispatches = 0
@@ -86,36 +76,13 @@ class Runner:
         """The owner of the model's parameters."""
         return self._state.weights
 
-    @property
-    def weight_reads(self) -> WeightReads | None:
-        """What streamed weights have read; None where all are resident."""
-        return self._state.weights.reads
-
-    @property
-    def host_kv_copies(self) -> HostKVCopies | None:
-        """What steps have copied for KV on the host; None without it."""
-        forward = self._kinds.forward
-        return forward.store.copies if isinstance(forward, ForwardWithHostKV) else None
-
-    @property
-    def recall_counts(self) -> RecallCounts | None:
-        """What decodes have read of compressed KV; None without compression."""
-        forward = self._kinds.forward
-        shadow = forward.shadow if isinstance(forward, ForwardWithHostKV) else None
-        return shadow and shadow.counts
-
-    @property
-    def sparse_reads(self) -> SparseReads | None:
-        """What decodes have attended to by SparF; None without it."""
-        forward = self._kinds.forward
-        means = forward.means if isinstance(forward, ForwardWithHostKV) else None
-        return means and means.reads
-
-    @property
-    def expert_loads(self) -> ExpertLoads | None:
-        """The tokens of each expert in the steps that were read; None without a mixture, and where
-        layers run in parts."""
-        return self._expert_loads
+    def _new_counters(self) -> RuntimeCounters:
+        moe, host_kv, loads = self.shapes.model.moe, self._kinds.host_kv, None
+        if moe is not None and host_kv is None:
+            loads = ExpertLoads.of(sum(moe.sparse_layers), moe.num_experts)
+        of_host_kv = {} if host_kv is None else host_kv.counters
+        reads = self._state.weights.reads
+        return RuntimeCounters(weight_reads=reads, expert_loads=loads, **of_host_kv)
 
     def close(self) -> None:
         """End what runs beside the steps. Can be called twice."""
@@ -224,7 +191,7 @@ class Runner:
 
     def _record_expert_loads(self, hidden: Hidden) -> Hidden:
         """Keeps the tokens of experts until a step is read; returns what later programs take."""
-        if self._expert_loads is not None:
+        if self.counters.expert_loads is not None:
             for load in hidden.loads:
                 load.copy_to_host_async()
             self._unread_loads.append((self.num_dispatches, hidden.loads))
@@ -236,7 +203,7 @@ class Runner:
         step.hidden.block_until_ready()
         while self._unread_loads and self._unread_loads[0][0] <= step.number:
             _, loads = self._unread_loads.popleft()
-            self._expert_loads.add(np.concatenate([np.asarray(load) for load in loads]))
+            self.counters.expert_loads.add(np.concatenate([np.asarray(load) for load in loads]))
         num_drafts = [0] * len(step.sampled)
         if step.arrays.acceptance is not None:
             num_drafts = np.asarray(step.arrays.acceptance.num_drafts).tolist()[: len(step.sampled)]
@@ -278,9 +245,9 @@ class Runner:
             self._to_host(pairs)
 
     def _to_host(self, pairs: SequenceOf[tuple[int, int]]) -> None:
-        forward = self._kinds.forward
-        assert isinstance(forward, ForwardWithHostKV)
-        forward.to_host(self._state, pairs)
+        host_kv = self._kinds.host_kv
+        assert host_kv is not None
+        host_kv.to_host(self._state, pairs)
 
     def scatter(self, pages: SequenceOf[int], staging: jax.Array) -> None:
         """Write the first rows of a staging array to pages."""

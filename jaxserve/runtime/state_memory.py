@@ -10,7 +10,6 @@ import numpy as np
 from jaxserve.models.family import Params
 from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.device_state import DeviceState, filled
-from jaxserve.runtime.programs.host_kv.programs import ForwardWithHostKV
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.weights.source import ResidentWeights
 
@@ -20,7 +19,7 @@ class StateMemory:
 
     def __init__(self, state: DeviceState, shapes: ProgramShapes, kinds: ProgramKinds) -> None:
         self._state, self._shapes = state, shapes
-        self._host_kv = kinds.forward if isinstance(kinds.forward, ForwardWithHostKV) else None
+        self._host_kv = kinds.host_kv
         if self._host_kv is not None:
             self._host_kv.allocate()  # Fail now, not in a step.
 

@@ -129,7 +129,7 @@ def test_pages_and_queries_cost_what_the_formulas_say(model, llm):
     config, once = model.config, dataclasses.replace(GREEDY, max_tokens=1)
 
     def of_decodes(llm):
-        copies = llm.engine.host_kv_copies
+        copies = llm.engine.counters.host_kv_copies
         found = []
         for params in (once, dataclasses.replace(GREEDY, max_tokens=7)):
             before = copies.page_bytes, copies.query_bytes

@@ -76,7 +76,7 @@ def test_log_probabilities_of_decodes_are_those_of_dense_attention(model, full):
 
 def test_a_chunk_that_stays_is_copied_once(full):
     """With room for all chunks each head copies its chunks once, whatever the number of decodes."""
-    counts, sizes = full.engine.recall_counts, full.plan().memory.shadow
+    counts, sizes = full.engine.counters.recall_counts, full.plan().memory.shadow
     attended, copied = counts.attended, counts.copied
     generate(full, prompt_of(150), SamplingParams(temperature=0, max_tokens=7, ignore_eos=True))
     # 150 tokens have 10 pages, of which 8 are on the host, less the outliers: six decodes.
@@ -98,7 +98,7 @@ def test_the_device_holds_what_the_formula_says(small):
 
 
 def test_fewer_chunks_give_answers_and_free_the_books(small):
-    counts = small.engine.recall_counts
+    counts = small.engine.counters.recall_counts
     output = generate(small, prompt_of(150), GREEDY)
     assert len(output.outputs[0].token_ids) == OUTPUT
     assert 0 < counts.copied <= counts.attended

@@ -52,15 +52,15 @@ def test_all_features_and_all_tokens_are_dense_attention(model, compiled):
         assert compiled == []
         for each in ids:
             check(model, engine.output(each))
-        assert engine.host_kv_copies.page_bytes > 0
-        assert engine.sparse_reads.share == 1
+        assert engine.counters.host_kv_copies.page_bytes > 0
+        assert engine.counters.sparse_reads.share == 1
         check_books(llm)
 
 
 def test_what_decodes_read_is_what_the_formulas_say(model, small):
     """Six decodes after 150 tokens, 8 pages of which are on the host, attend to the budget's; over
     the link go queries and results, of the prompt too."""
-    reads, copies = small.engine.sparse_reads, small.engine.host_kv_copies
+    reads, copies = small.engine.counters.sparse_reads, small.engine.counters.host_kv_copies
     before, found = dataclasses.replace(reads), []
     for tokens in (1, 7):
         start = copies.query_bytes

@@ -77,7 +77,7 @@ def test_every_tier_and_budget(deep, llm_for, tier, staying, streamed):
     for _ in range(2):
         for output in drive(llm.engine, arrivals(deep)):
             deep.check_greedy(output)
-    assert (llm.engine.weight_reads is None) == (not streamed)
+    assert (llm.engine.counters.weight_reads is None) == (not streamed)
 
 
 @pytest.mark.parametrize("dtype", [combination("float32"), "bfloat16"])

@@ -98,7 +98,7 @@ def test_a_block_of_eight_reads_an_eighth(deep):
             scheduler="static",
         ) as llm:
             outputs = drive(llm.engine, [Arrival(prompt, GREEDY) for prompt in prompts])
-            reads, placement = llm.engine.weight_reads, llm.plan().shapes.placement
+            reads, placement = llm.engine.counters.weight_reads, llm.plan().shapes.placement
             assert reads.num_bytes == reads.num_passes * placement.streamed_bytes
             found[steps] = reads.num_passes, [output.outputs[0].token_ids for output in outputs]
             for output in outputs[:2]:

@@ -55,6 +55,6 @@ def starts_warm(
                 assert (metrics["jaxserve:programs_compiled_total"].value > 0) == compiles
                 model.check_greedy(generate(llm, prompt, params))
                 if sends_queries:
-                    assert llm.engine.host_kv_copies.query_bytes > 0
+                    assert llm.engine.counters.host_kv_copies.query_bytes > 0
                     (pages, *_) = llm.engine._runner._kinds.forward.store.on_host(0)
                     assert pages.devices() == {jax.devices()[0]} != set(llm.plan().shapes.devices)

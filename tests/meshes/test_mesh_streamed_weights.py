@@ -30,4 +30,4 @@ def check(mesh: str, path: Path) -> None:
             assert placement.window_bytes < 1.1 * resident
             for output in drive(llm.engine, [Arrival(p, GREEDY) for p in model.prompts[::3]]):
                 model.check_greedy(output)
-            assert llm.engine.weight_reads.num_bytes > 0
+            assert llm.engine.counters.weight_reads.num_bytes > 0

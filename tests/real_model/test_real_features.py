@@ -160,7 +160,7 @@ def test_streamed_weights(smollm2_path):
     with load_alone(smollm2_path, weights_on="disk", **small) as llm:
         arrivals = [Arrival(entry.prompt_token_ids, GREEDY) for entry in golden]
         check_golden(golden, drive(llm.engine, arrivals))
-        placement, reads = llm.plan().shapes.placement, llm.engine.weight_reads
+        placement, reads = llm.plan().shapes.placement, llm.engine.counters.weight_reads
         assert placement.streamed == (*range(30),)
         assert reads.num_bytes >= reads.num_passes * placement.streamed_bytes
 
@@ -194,7 +194,7 @@ def test_compressed_keys_of_full_rank(smollm2_path, llm, long_prompt):
     shadow = {"kv_compression": "shadow", "shadow_rank": 192, "host_attention": "disabled"}
     with load_on_host(smollm2_path, **shadow) as on_host:
         recalled = generate(on_host, long_prompt, GREEDY)
-        sizes, counts = on_host.plan().memory.shadow, on_host.engine.recall_counts
+        sizes, counts = on_host.plan().memory.shadow, on_host.engine.counters.recall_counts
         assert sizes.rank == sizes.width
         assert 0 < counts.copied < counts.attended
     assert tokens(recalled) == tokens(whole)

@@ -90,9 +90,9 @@ class Accuracy(Common):
             long = sum(host.on_host(layout.pages_for(length)) > 0 for length in lengths)
             answers = [tuple(output.outputs[0].token_ids) for output in outputs]
             read = ("values copied, of those attended to", 0.0)
-            if (counts := llm.engine.recall_counts) is not None:
+            if (counts := llm.engine.counters.recall_counts) is not None:
                 read = (read[0], counts.copied_share)
-            if (reads := llm.engine.sparse_reads) is not None:
+            if (reads := llm.engine.counters.sparse_reads) is not None:
                 read = ("tokens attended to, of those on the host", reads.share)
             return answers, long, read
 

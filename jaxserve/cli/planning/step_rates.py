@@ -64,7 +64,7 @@ class _Measuring:
             token_ids = [self._random.randrange(self._vocab) for _ in range(prompt_tokens)]
             prompt = TokenizedPrompt(None, token_ids)
             self._engine.add(f"measured-{next(self._ids)}", prompt, params)
-        prefill_s, decodes, reads = 0.0, [], self._engine.weight_reads
+        prefill_s, decodes, reads = 0.0, [], self._engine.counters.weight_reads
         started: set[str] = set()
         while self._engine.has_work:
             prefills = len(started) < rows

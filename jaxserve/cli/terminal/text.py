@@ -50,7 +50,7 @@ def summary(llm: LLM) -> str:
 
 
 def _streamed(llm: LLM) -> str:
-    reads = llm.engine.weight_reads
+    reads = llm.engine.counters.weight_reads
     if reads is None:
         return ""
     return (

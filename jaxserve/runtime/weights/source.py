@@ -7,7 +7,7 @@ from typing import Protocol
 
 import jax
 
-from jaxserve.core.steps.offload_counts import WeightReads
+from jaxserve.core.steps.counters import WeightReads
 from jaxserve.models.family import Params
 from jaxserve.runtime.hardware.arrays import tree_bytes
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxserve.core.settings.choices import WeightsOn
-from jaxserve.core.steps.offload_counts import WeightReads
+from jaxserve.core.steps.counters import WeightReads
 from jaxserve.models.family import Params
 from jaxserve.runtime.hardware.arrays import tree_bytes
 from jaxserve.runtime.weights.placement import WINDOW

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxserve.core.steps.offload_counts import SparseReads
+from jaxserve.core.steps.counters import SparseReads
 from jaxserve.runtime.planning.sparf import SparFSizes
 from jaxserve.runtime.programs.host_kv.store import HostKVStore
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan

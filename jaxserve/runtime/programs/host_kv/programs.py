@@ -86,6 +86,15 @@ class ForwardWithHostKV(LayerByLayer):
         own = *own, self._leave, self._last
         return own + (self.shadow.kinds if self.shadow else ())
 
+    @property
+    def counters(self) -> dict[str, Any]:
+        """Those fields of RuntimeCounters that are counted here."""
+        return {
+            "host_kv_copies": self.store.copies,
+            "recall_counts": self.shadow and self.shadow.counts,
+            "sparse_reads": self.means and self.means.reads,
+        }
+
     def allocate(self) -> None:
         """Takes the memory of what stays on the device beside the pool."""
         _ = self.store

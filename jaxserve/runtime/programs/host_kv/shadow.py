@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.core.steps.offload_counts import RecallCounts
+from jaxserve.core.steps.counters import RecallCounts
 from jaxserve.runtime.planning.shadow import CHUNK, ShadowSizes
 from jaxserve.runtime.programs.device_state import filled
 from jaxserve.runtime.programs.host_kv.shadow_programs import (

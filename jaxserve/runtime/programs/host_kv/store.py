@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.core.steps.offload_counts import HostKVCopies
+from jaxserve.core.steps.counters import HostKVCopies
 from jaxserve.models.loading.assemble import aligned_empty
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.layout.step_layout import StepLayout

@@ -1,8 +1,10 @@
-"""What steps have read that is not on the devices, as plain data."""
+"""What a runner counts besides its steps, as plain data."""
 
 from __future__ import annotations
 
 import dataclasses
+
+import numpy as np
 
 
 @dataclasses.dataclass
@@ -69,3 +71,50 @@ class SparseReads:
     def share(self) -> float:
         """Share of the tokens that were attended to, 0..1."""
         return self.attended / max(1, self.tokens)
+
+
+@dataclasses.dataclass
+class ExpertLoads:
+    """Tokens of steps so far that took each expert, int64 [sparse layers, experts]: those that were
+    computed, drafts and recomputed tokens included."""
+
+    tokens: np.ndarray
+
+    @classmethod
+    def of(cls, num_layers: int, num_experts: int) -> ExpertLoads:
+        return cls(np.zeros((num_layers, num_experts), np.int64))
+
+    def add(self, counts: np.ndarray) -> None:
+        """The counts of one step."""
+        self.tokens += counts
+
+    @property
+    def by_expert(self) -> list[int]:
+        """Tokens of each expert, over all layers."""
+        return self.tokens.sum(axis=0).tolist()
+
+    @property
+    def balancedness(self) -> float:
+        """Tokens of an average expert by those of the most loaded one, the mean over layers, 0..1;
+        1 is even, and what there is before any token."""
+        most = self.tokens.max(axis=1)
+        return float(np.where(most > 0, self.tokens.mean(axis=1) / np.maximum(most, 1), 1).mean())
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeCounters:
+    """All of them, which grow as steps are read; None for what an engine does not have.
+
+    Attributes:
+        weight_reads: of streamed weights.
+        host_kv_copies: with KV on the host.
+        recall_counts: of decodes with compressed KV.
+        sparse_reads: of decodes by SparF.
+        expert_loads: of a mixture of experts, where its layers do not run in parts.
+    """
+
+    weight_reads: WeightReads | None = None
+    host_kv_copies: HostKVCopies | None = None
+    recall_counts: RecallCounts | None = None
+    sparse_reads: SparseReads | None = None
+    expert_loads: ExpertLoads | None = None

@@ -1,15 +1,32 @@
-"""Metrics of what is not on the devices: streamed weights, and KV on the host."""
+"""Metrics of what a runner counts besides its steps: offloaded weights and KV, experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxserve.core.steps.offload_counts import HostKVCopies, RecallCounts, SparseReads, WeightReads
+from jaxserve.core.steps.counters import (
+    ExpertLoads,
+    HostKVCopies,
+    RecallCounts,
+    RuntimeCounters,
+    SparseReads,
+    WeightReads,
+)
 from jaxserve.metrics.metric import Metric
 
 
-def weight_metrics(reads: WeightReads | None) -> dict[str, Metric]:
-    """Metrics by exported name; none where all weights are on the device."""
+def runtime_metrics(counters: RuntimeCounters) -> dict[str, Metric]:
+    """Metrics by exported name, of what there is."""
+    return (
+        _of_weights(counters.weight_reads)
+        | _of_host_kv(counters.host_kv_copies)
+        | _of_recall(counters.recall_counts)
+        | _of_sparse_reads(counters.sparse_reads)
+        | _of_experts(counters.expert_loads)
+    )
+
+
+def _of_weights(reads: WeightReads | None) -> dict[str, Metric]:
     if reads is None:
         return {}
     counters = {
@@ -24,8 +41,7 @@ def weight_metrics(reads: WeightReads | None) -> dict[str, Metric]:
     return _counters(counters)
 
 
-def host_kv_metrics(copies: HostKVCopies | None) -> dict[str, Metric]:
-    """Metrics by exported name; none without KV on the host."""
+def _of_host_kv(copies: HostKVCopies | None) -> dict[str, Metric]:
     if copies is None:
         return {}
     counters = {
@@ -38,8 +54,7 @@ def host_kv_metrics(copies: HostKVCopies | None) -> dict[str, Metric]:
     return _counters(counters)
 
 
-def recall_metrics(counts: RecallCounts | None) -> dict[str, Metric]:
-    """Metrics by exported name; none without compressed KV."""
+def _of_recall(counts: RecallCounts | None) -> dict[str, Metric]:
     if counts is None:
         return {}
     counters = {
@@ -53,8 +68,7 @@ def recall_metrics(counts: RecallCounts | None) -> dict[str, Metric]:
     return _counters(counters)
 
 
-def sparse_metrics(reads: SparseReads | None) -> dict[str, Metric]:
-    """Metrics by exported name; none without SparF."""
+def _of_sparse_reads(reads: SparseReads | None) -> dict[str, Metric]:
     if reads is None:
         return {}
     counters = {
@@ -62,6 +76,22 @@ def sparse_metrics(reads: SparseReads | None) -> dict[str, Metric]:
         "kv_sparse_attended_tokens_total": ("Of these, attended to", reads.attended),
     }
     return _counters(counters)
+
+
+def _of_experts(loads: ExpertLoads | None) -> dict[str, Metric]:
+    if loads is None:
+        return {}
+    by_expert = {str(expert): count for expert, count in enumerate(loads.by_expert)}
+    return {
+        "jaxserve:expert_tokens_total": Metric(
+            "counter", "Tokens that took an expert, over all layers", by_expert, label="expert"
+        ),
+        "jaxserve:expert_balancedness": Metric(
+            "gauge",
+            "Tokens of an average expert by those of the most loaded one, the mean over layers",
+            loads.balancedness,
+        ),
+    }
 
 
 def _counters(told: Mapping[str, tuple[str, float]]) -> dict[str, Metric]:
