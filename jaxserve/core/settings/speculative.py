@@ -18,24 +18,39 @@ MAX_TOP_K = 10
 """Most guesses of a token in a tree that a layer grows, EAGLE-2's own number."""
 _DEPTH = 5
 
-_OWN_KEYS = {
-    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
-    "draft_model": ("model",),
-    "layer_skip": ("num_layers",),
-    "medusa": ("model", "speculative_token_tree"),
-    "eagle": ("model", "top_k", "depth"),
-    "eagle3": ("model", "top_k", "depth"),
-    "mtp": (),
-    "jacobi": (),
-    "lookahead": ("max_ngram_size",),
+
+@dataclasses.dataclass(frozen=True)
+class DraftMethod:
+    """What is known of a method before any of its files is open.
+
+    Attributes:
+        keys: its keys of speculative_config, besides the common ones.
+        trained: what is trained for the model and drafts, for errors; None if nothing is.
+        drawn: drafts are drawn from distributions that are known: of prompt lookup from one that
+            has a single token.
+        has_layers: layers of a model draft, which have pages of KV.
+        computed: drafts come from logits, so that one is missing only where those are NaN.
+    """
+
+    keys: tuple[str, ...] = ()
+    trained: str | None = None
+    drawn: bool = False
+    has_layers: bool = False
+    computed: bool = False
+
+
+_LAYER = DraftMethod(("model", "top_k", "depth"), "a draft layer", has_layers=True, computed=True)
+METHODS = {
+    "ngram": DraftMethod(("prompt_lookup_max", "prompt_lookup_min"), drawn=True),
+    "draft_model": DraftMethod(("model",), drawn=True, has_layers=True, computed=True),
+    "layer_skip": DraftMethod(("num_layers",), drawn=True, has_layers=True, computed=True),
+    "medusa": DraftMethod(("model", "speculative_token_tree"), "heads", drawn=True, computed=True),
+    "eagle": _LAYER,
+    "eagle3": _LAYER,
+    "mtp": DraftMethod(has_layers=True, computed=True),
+    "jacobi": DraftMethod(),
+    "lookahead": DraftMethod(("max_ngram_size",)),
 }
-"""Keys of each method, besides the common ones."""
-METHODS = tuple(_OWN_KEYS)
-_TRAINED = {"medusa": "heads", "eagle": "a draft layer", "eagle3": "a draft layer"}
-"""What is trained for the model, by method."""
-_DRAWN = ("ngram", "draft_model", "layer_skip", "medusa")
-"""Methods whose drafts are drawn from distributions that are known; of prompt lookup from one that
-has a single token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +165,12 @@ class SpeculativeConfig:
                 'acceptance of speculative_config is "typical", which accepts drafts one after '
                 "another, but the drafts are a tree; leave out the tree, or set another."
             )
-        if self.acceptance == "rejection" and self.method not in _DRAWN:
+        if self.acceptance == "rejection" and not METHODS[self.method].drawn:
+            drawn = [method for method, each in METHODS.items() if each.drawn]
             raise ConfigError(
                 'acceptance of speculative_config is "rejection", which needs the probability that '
                 f"each draft was drawn with; there is none with the method {self.method!r}. Use "
-                f'{" or ".join(_DRAWN)}, or set "exact".'
+                f'{" or ".join(drawn)}, or set "exact".'
             )
         if self.acceptance == "rejection" and self.speculative_token_tree is not None:
             for path in self.speculative_token_tree:
@@ -190,14 +206,15 @@ class SpeculativeConfig:
                 'speculative_config has the method "draft_model" and no model; give the path or '
                 "name of a smaller model of the same vocabulary."
             )
-        if self.method in _TRAINED and not self.model:
+        trained = METHODS[self.method].trained
+        if trained and not self.model:
             raise ConfigError(
                 f'speculative_config has the method "{self.method}" and no model; give the '
-                f"directory of {_TRAINED[self.method]} that `jaxserve train-speculator --method "
+                f"directory of {trained} that `jaxserve train-speculator --method "
                 f"{self.method}` wrote."
             )
         for field in dataclasses.fields(self):
-            methods = [method for method, names in _OWN_KEYS.items() if field.name in names]
+            methods = [method for method, each in METHODS.items() if field.name in each.keys]
             value = getattr(self, field.name)
             if methods and self.method not in methods and value != field.default:
                 raise ConfigError(
@@ -256,13 +273,13 @@ class SpeculativeConfig:
 
     @property
     def has_layers(self) -> bool:
-        """Whether layers of a model draft, which have pages of KV."""
-        return self.method in ("draft_model", "layer_skip", "eagle", "eagle3", "mtp")
+        """As `DraftMethod.has_layers`."""
+        return METHODS[self.method].has_layers
 
     @property
     def computed(self) -> bool:
-        """Whether drafts come from logits, so that one is missing only where those are NaN."""
-        return self.method in ("draft_model", "layer_skip", "mtp", *_TRAINED)
+        """As `DraftMethod.computed`."""
+        return METHODS[self.method].computed
 
     @property
     def lengths(self) -> tuple[int, ...]:
