@@ -18,6 +18,7 @@ import numpy as np
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.counters import ExpertLoads, RuntimeCounters
+from jaxserve.core.steps.pipeline import Pipeline
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import StepResults
 from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
@@ -56,7 +57,7 @@ class Runner:
         self._state = allocate(shapes.abstract_state, weights, draft_params)
         self.memory = StateMemory(self._state, shapes, self._kinds)
         self._sampler = StepSampler(self._state, shapes, self._kinds)
-        self._stages = collections.deque([BUBBLE] * (shapes.stages - 1))
+        self._pipeline = Pipeline(shapes.buckets, shapes.stages, BUBBLE)
         self._block = StepBlock(shapes, self._kinds)
         self.counters = self._new_counters()
         self._unread_loads: collections.deque[tuple[int, SequenceOf[jax.Array]]]
@@ -92,7 +93,7 @@ class Runner:
     def busy(self) -> bool:
         """Whether a dispatched step is still in the pipeline, or waits for those that share its
         reads."""
-        return bool(len(self._block)) or any(packed is not BUBBLE for packed in self._stages)
+        return bool(len(self._block)) or self._pipeline.busy
 
     def register(
         self,
@@ -116,7 +117,7 @@ class Runner:
         sampled = plan.sampled
         rows = self._sampler.rows(sampled)
         frozen = FrozenPlan.of(plan, self.shapes.kv_layout, self.shapes.trash_slot)
-        return PackedInputs(step_id, plan, self._key(plan), frozen, sampled, rows)
+        return PackedInputs(step_id, plan, self._pipeline.key(plan), frozen, sampled, rows)
 
     def dispatch(self, packed: PackedInputs, begun_us: int | None) -> None:
         """Calls a step's programs; returns before the devices are done.
@@ -132,12 +133,11 @@ class Runner:
             if packed is BUBBLE or self._block.full:
                 self._run_block(begun_us)
             return
-        self._stages.append(packed)
-        key, together = self._key(), tuple(step.plan for step in self._stages)
+        self._pipeline.enter(packed)
+        key, together = self._pipeline.key(), self._pipeline.plans
         self._propose(packed)
         hidden = self._record_expert_loads(self._forward(key))
-        oldest = self._stages.popleft()
-        if oldest is not BUBBLE:
+        if (oldest := self._pipeline.leave()) is not None:
             self.in_flight.append(self._sampled(oldest, key, together, begun_us, hidden))
 
     def advance(self, begun_us: int | None = None) -> None:
@@ -308,13 +308,8 @@ class Runner:
             in_bytes = shape.dtype == np.uint8
             self.scatter(some, filled(shape, 0xFF if in_bytes else np.nan))
 
-    def _key(self, *entering: StepPlan) -> ProgramKey:
-        """The program that holds all steps in the pipeline, and those `entering`."""
-        plans = (*entering, *(packed.plan for packed in self._stages))
-        return self.shapes.buckets.program(plan.shape for plan in plans)
-
     def _forward(self, key: ProgramKey) -> Hidden:
         """Hidden states of the oldest step in the pipeline."""
-        steps = [packed.frozen for packed in reversed(self._stages)]
+        steps = [packed.frozen for packed in reversed(self._pipeline.steps)]
         self._kinds.set_tables(self._state, steps)
         return self._kinds.forward(self._state, key, steps)

@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import Buckets, ProgramKey
+from jaxserve.core.steps.pipeline import Pipeline
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
 from jaxserve.kv.offload.transfers import staged_pages
@@ -70,20 +71,19 @@ class SimulatedExecutor:
         `acceptance` says which drafts are accepted, and is needed where there are any."""
         self.in_flight: collections.deque[SimulatedStep] = collections.deque()
         self.num_dispatches = 0
-        self._buckets = buckets
         self._times = times
         self._clock = clock
         self._token_of = token_of
         self._acceptance = acceptance
         self._num_output: dict[int, int] = {}
         """Tokens that the devices have sampled for each sequence with drafts."""
-        self._stages = collections.deque([_BUBBLE] * (num_stages - 1))
+        self._pipeline = Pipeline(buckets, num_stages, _BUBBLE)
         self._free_us = 0
 
     @property
     def busy(self) -> bool:
         """Whether a dispatched step is still in the pipeline."""
-        return any(packed is not _BUBBLE for packed in self._stages)
+        return self._pipeline.busy
 
     def register(
         self,
@@ -97,23 +97,21 @@ class SimulatedExecutor:
 
     def forget(self, seq: Sequence) -> None:
         """Drops what is known of a sequence, once no dispatched step decodes it any more."""
-        steps = (*self.in_flight, *self._stages)
+        steps = (*self.in_flight, *self._pipeline.steps)
         if not any(chunk.seq is seq for step in steps for chunk in step.plan.decodes):
             self._num_output.pop(seq.seq_id, None)
 
     def pack(self, plan: StepPlan, step_id: int) -> PackedStep:
         """Raises ProgramMissError when no program holds the plan."""
-        return PackedStep(step_id, plan, self._key(plan))
+        return PackedStep(step_id, plan, self._pipeline.key(plan))
 
     def dispatch(self, packed: PackedStep, begun_us: int | None) -> None:
         """Enters a step into the pipeline; the oldest one there completes."""
         self.num_dispatches += 1
-        self._stages.append(packed)
-        together = tuple(step.plan for step in self._stages)
-        key = self._key()
+        self._pipeline.enter(packed)
+        key, together = self._pipeline.key(), self._pipeline.plans
         self._occupy(self._times.step(key, together))
-        oldest = self._stages.popleft()
-        if oldest is not _BUBBLE:
+        if (oldest := self._pipeline.leave()) is not None:
             self.in_flight.append(
                 SimulatedStep(
                     oldest.step_id,
@@ -178,8 +176,3 @@ class SimulatedExecutor:
     def _occupy(self, seconds: float) -> None:
         """Occupies the devices, from the end of what they do now on."""
         self._free_us = max(self._free_us, self._clock.now()) + round(seconds * 1e6)
-
-    def _key(self, *entering: StepPlan) -> ProgramKey:
-        """The program that holds all steps in the pipeline, and those `entering`."""
-        plans = (*entering, *(packed.plan for packed in self._stages))
-        return self._buckets.program(plan.shape for plan in plans)
