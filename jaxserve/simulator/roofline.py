@@ -80,11 +80,12 @@ class Roofline:
         passes on, the queries and partial results of a split sequence."""
         work, seconds = self._work, 0.0
         if work.stages > 1:
-            seconds += self._send_s(tokens * work.hidden_size * work.itemsize)
+            activations = tokens * work.hidden_size * work.itemsize
+            seconds += self._device.send_s(work.stages * work.seq * work.tensor, activations)
         if work.seq > 1:
             share = 2 * (work.seq - 1)
             queries = share * tokens * work.query_size * work.itemsize
-            seconds += work.num_layers * self._send_s(queries)
+            seconds += work.num_layers * self._device.send_s(work.seq * work.tensor, queries)
         return seconds
 
     def _drafts_s(self, key: ProgramKey, plans: Sequence[StepPlan]) -> float:
@@ -126,9 +127,6 @@ class Roofline:
                 read = sum(stop - start + _seen(start, window) for start, stop in spans)
                 seconds += self._rates.part_s(num_layers * of_layer, kv_bytes * read)
         return seconds
-
-    def _send_s(self, num_bytes: float) -> float:
-        return self._device.hop_latency_s + num_bytes / self._rates.link_bytes
 
 
 def _seen(position: int, window: int | None) -> int:

@@ -76,3 +76,21 @@ def test_an_unknown_device_names_those_that_are_known(tmp_path):
         DeviceSpec.of("h20")
     with pytest.raises(ConfigError, match=r"missing\.toml"):
         DeviceSpec.of(str(tmp_path / "missing.toml"))
+
+
+def test_messages_between_hosts_take_their_network():
+    """Sums by the network of all of a host's devices, messages by that of one."""
+    one = DeviceSpec(
+        **{"name": "round", "kind": "round", "platform": "gpu", "source": "", "memory_bytes": 1},
+        **{"memory_bytes_per_s": 1.0, "flops": {"float32": 1.0}, "link_bytes_per_s": 100.0},
+        **{"network_bytes_per_s": 10.0, "hop_latency_s": 1.0, "link_efficiency": 0.5},
+        devices_per_host=4,
+    )
+    assert one.all_reduce_s(1, 200) == 0
+    assert one.all_reduce_s(4, 200) == 1 + 2 * 3 / 4 * 200 / 50
+    assert one.all_reduce_s(8, 200) == 2 + 2 * 7 / 8 * 200 / (4 * 10 * 0.5)
+    assert one.send_s(4, 200) == 1 + 200 / 50
+    assert one.send_s(8, 200) == 2 + 200 / 5
+    torus = dataclasses.replace(one, network_bytes_per_s=None, both_ways=True)
+    assert torus.all_reduce_s(8, 200) == 1 + 2 * 7 / 8 * 200 / 100
+    assert torus.send_s(8, 200) == 1 + 200 / 100

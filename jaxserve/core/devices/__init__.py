@@ -37,6 +37,8 @@ class DeviceSpec:
         both_ways: whether there is a separate link to each of two neighbours (a torus), and not one
             link for all (a switch).
         hop_latency_s: of an empty message between devices.
+        network_bytes_per_s: to a device of another host, one way, by this device's share of the
+            network; None where devices are linked over hosts as within one.
         host_bytes_per_s: between host memory and the device, one way.
         disk_bytes_per_s: between a disk and host memory, one way.
         launch_s: host and launch time of a step, and of each of its layers, that nothing hides.
@@ -60,6 +62,7 @@ class DeviceSpec:
     link_bytes_per_s: float
     both_ways: bool = False
     hop_latency_s: float = 10e-6
+    network_bytes_per_s: float | None = None
     host_bytes_per_s: float = 32e9
     disk_bytes_per_s: float = 2e9
     launch_s: float = 5e-6
@@ -80,6 +83,8 @@ class DeviceSpec:
                 raise ValueError(f"{field.name} is {value!r}; it must be a text")
             if field.type in ("int", "float"):
                 _check_positive(field.name, value, most=1 if "efficiency" in field.name else None)
+        if self.network_bytes_per_s is not None:
+            _check_positive("network_bytes_per_s", self.network_bytes_per_s)
         if self.platform not in ("gpu", "tpu", "cpu"):
             raise ValueError(f"platform is {self.platform!r}; it must be gpu, tpu or cpu")
         if type(self.both_ways) is not bool:
@@ -97,6 +102,31 @@ class DeviceSpec:
             raise ValueError("gke_topologies needs gke_accelerator, such as tpu-v6e-slice")
         for dtype, rate in self.flops.items():
             _check_positive(f"flops.{dtype}", rate)
+
+    def all_reduce_s(self, num_devices: int, num_bytes: float) -> float:
+        """Seconds of a sum over so many devices, each of which has `num_bytes`: by rings, of which
+        each crosses between hosts by the network of another device."""
+        if num_devices == 1:
+            return 0.0
+        rate, hops = self._link_rate, 1
+        if self._spans_hosts(num_devices):
+            rate, hops = min(rate, self.devices_per_host * self.network_bytes_per_s), 2
+        sent = 2 * (num_devices - 1) / num_devices * num_bytes
+        return hops * self.hop_latency_s + sent / (rate * self.link_efficiency)
+
+    def send_s(self, num_devices: int, num_bytes: float) -> float:
+        """Seconds of a message from each of so many devices to the next."""
+        rate, hops = self._link_rate, 1
+        if self._spans_hosts(num_devices):
+            rate, hops = min(rate, self.network_bytes_per_s), 2
+        return hops * self.hop_latency_s + num_bytes / (rate * self.link_efficiency)
+
+    @property
+    def _link_rate(self) -> float:
+        return (2 if self.both_ways else 1) * self.link_bytes_per_s
+
+    def _spans_hosts(self, num_devices: int) -> bool:
+        return self.network_bytes_per_s is not None and num_devices > self.devices_per_host
 
     def flops_of(self, dtype: str) -> float:
         """Peak of one dtype. Raises ConfigError where the device has none."""

@@ -30,16 +30,13 @@ class DeviceRates(NamedTuple):
 
     flops: float
     memory_bytes: float
-    link_bytes: float
 
     @classmethod
     def of(cls, device: DeviceSpec, dtype: str) -> DeviceRates:
         """Raises ConfigError when the device has no rate for the dtype."""
-        links = 2 if device.both_ways else 1
         return cls(
             device.flops_of(dtype) * device.compute_efficiency,
             device.memory_bytes_per_s * device.memory_efficiency,
-            links * device.link_bytes_per_s * device.link_efficiency,
         )
 
     def part_s(self, flops: float, num_bytes: float) -> float:
@@ -57,7 +54,6 @@ def layer_times(
     """
     rates, layers = DeviceRates.of(device, work.dtype), max(1, work.num_layers)
     hidden_bytes = work.hidden_size * work.itemsize
-    share = 2 * (work.tensor - 1) / work.tensor
 
     def compute_s(tokens: float) -> float:
         of_experts = work.expert_weights * work.expert_share * real
@@ -67,9 +63,7 @@ def layer_times(
         return rates.part_s(flops, moved)
 
     def sum_s(tokens: float) -> float:
-        if work.tensor == 1:
-            return 0.0
-        return device.hop_latency_s + share * tokens * hidden_bytes / rates.link_bytes
+        return device.all_reduce_s(work.tensor, tokens * hidden_bytes)
 
     half_s, sums_s = compute_s(num_tokens / 2), 2 * sum_s(num_tokens / 2)
     return LayerTimes(
