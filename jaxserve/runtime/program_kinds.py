@@ -57,7 +57,7 @@ class ProgramKinds:
             forward = (whole,)
         self.greedy = SampleGreedy(shapes)
         self.general = SampleGeneral(shapes)
-        self.admit = SetSamplingState(shapes)
+        self.set_sampling_state = SetSamplingState(shapes)
         self.verify = Verify(shapes)
         self.set_history = SetHistory(shapes)
         self.force_drafts = ForceDrafts(shapes)
@@ -72,8 +72,8 @@ class ProgramKinds:
         self._backend = shapes.attention_backend
         self._all = (
             *forward,
-            *(self.greedy, self.general, self.prompt_logprobs, self.sum_chunks, self.admit),
-            *(self.verify, self.set_history, self.force_drafts),
+            *(self.greedy, self.general, self.prompt_logprobs, self.sum_chunks),
+            *(self.set_sampling_state, self.verify, self.set_history, self.force_drafts),
             *(self.proposer.kinds if self.proposer else ()),
             *(self.set_tables, self.set_adapter),
             *(self.compact, self.copy, self.gather, self.scatter),

@@ -136,7 +136,8 @@ class StepSampler:
             return self._kinds.greedy(self._state, hidden, sampled, width), None
         for chunk, row in zip(sampled, rows):
             if row.stateful and chunk in packed.plan.prefills:
-                self._kinds.admit(self._state, chunk.slot, self._admission(chunk.seq, row))
+                admission = self._admission(chunk.seq, row)
+                self._kinds.set_sampling_state(self._state, chunk.slot, admission)
         constants = [row.constants for row in rows]
         speculation = self._state.speculation
         masks = self._masks.masks(packed, width, in_flight, speculation)
@@ -163,4 +164,4 @@ class StepSampler:
         return self._kinds.sum_chunks(self._state, key, hidden, prefills)
 
     def _admission(self, seq: Sequence, row: SamplingRow) -> np.ndarray:
-        return self._kinds.admit.pack(seq, row.eos_token_ids, row.bad_word_ids)
+        return self._kinds.set_sampling_state.pack(seq, row.eos_token_ids, row.bad_word_ids)

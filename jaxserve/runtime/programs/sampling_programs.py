@@ -249,7 +249,7 @@ class SampleGeneral(HeadKind):
 class SetSamplingState(ProgramKind[int]):
     """Fills a slot's row of sampling state, which another sequence may have used."""
 
-    title = "admit"
+    title = "set-sampling-state"
     pure = admit
     reads = replaces = ("sampling",)
 

@@ -182,7 +182,7 @@ class _Draft(Draft):
 class _DraftTree(_Draft):
     """A tree of drafts for each decode."""
 
-    title = "draft-tree"
+    title = "eagle-draft-tree"
     pure = draft_tree
     replaces = ("tables", "speculation")
 
@@ -202,7 +202,7 @@ class _DraftTree(_Draft):
 class Extend(ProgramKind[ProgramKey]):
     """Keeps the layer up with the target."""
 
-    title = "extend"
+    title = "eagle-extend"
     pure = extend
     reads = ("draft_params", "outside_layers", "kv", "tables", "last_tokens", "speculation")
     replaces = ("kv", "speculation")

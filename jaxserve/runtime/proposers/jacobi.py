@@ -146,7 +146,7 @@ def _with_ngram(
 class Iterate(ProgramKind[VerifyKey]):
     """The drafts that a step leaves for the next."""
 
-    title = "iterate"
+    title = "jacobi-draft"
     pure = iterate
     reads = replaces = ("speculation",)
 

@@ -124,7 +124,7 @@ def guess_tree(
 class Guess(ProgramKind[int]):
     """Drafts for each decode, each by a head of its own."""
 
-    title = "guess"
+    title = "medusa-draft"
     pure = guess
     applies_processors = True
     reads = ("outside_layers", "draft_params", "speculation", "sampling")
@@ -150,7 +150,7 @@ class Guess(ProgramKind[int]):
 class GuessTree(Guess):
     """A tree of drafts for each decode, each depth by a head of its own."""
 
-    title = "guess-tree"
+    title = "medusa-draft-tree"
     pure = guess_tree
 
     def static(self, key: int) -> tuple[Any, ...]:

@@ -58,7 +58,7 @@ def look_up(
 class LookUp(ProgramKind[int]):
     """Looks up the last tokens of each row."""
 
-    title = "look-up"
+    title = "ngram-draft"
     pure = look_up
     reads = replaces = ("speculation",)
 

@@ -182,7 +182,7 @@ class Embed(_StepKind):
 
 
 class _EnterStage(Embed):
-    title = "enter-stage"
+    title = "first-stage"
     reads = ("outside_layers", "tables", "carry", "last_tokens", "speculation")
     pure = pipeline_step.enter_stage
     uploads = PipelineStep.uploads
@@ -317,7 +317,7 @@ class FinalNorm(_StepKind):
 
 
 class _LeaveStage(FinalNorm):
-    title = "leave-stage"
+    title = "last-stage"
     reads = ("outside_layers", "carry")
     replaces = ("carry",)
     outputs = (P(), P(SEQ, STAGE))

@@ -201,7 +201,7 @@ class _PartOfLayer(PartKind[_Key]):
 
 
 class _EnterLayer(_PartOfLayer):
-    title = "enter-layer"
+    title = "pre-attention"
     pure = host_kv_step.enter_layer
     donated = (1,)
 
@@ -299,7 +299,7 @@ class _AttendGroup(PartKind[ProgramKey]):
 class _LeaveLayer(_PartOfLayer):
     """Returns the activations after the layer, in place of those before it."""
 
-    title = "leave-layer"
+    title = "post-attention"
     pure = host_kv_step.leave_layer
     donated = (1,)
 

@@ -61,7 +61,7 @@ class _GroupKind(_Kind):
 
 
 class Survey(_GroupKind):
-    title = "survey"
+    title = "shadow-landmarks"
     pure = shadow_step.survey
     donated = (0, 1)
 
@@ -71,7 +71,7 @@ class Survey(_GroupKind):
 
 
 class Project(_GroupKind):
-    title = "project"
+    title = "shadow-project-keys"
     pure = shadow_step.project
     donated = (0,)
 
@@ -85,7 +85,7 @@ class _SingleKind(_Kind):
 
 
 class SetSequence(_SingleKind):
-    title = "set-shadow"
+    title = "shadow-set-sequence"
     pure = shadow_step.set_sequence
     donated = (0, 1, 2, 3)
 
@@ -97,7 +97,7 @@ class SetSequence(_SingleKind):
 
 
 class Fill(_SingleKind):
-    title = "fill-recalled"
+    title = "shadow-write-chunks"
     pure = shadow_step.fill
     donated = (0,)
 
@@ -139,7 +139,7 @@ class _StepKind(_Kind):
 
 
 class Choose(_StepKind):
-    title = "choose"
+    title = "shadow-select-chunks"
     pure = shadow_step.choose
 
     def static(self, key: ProgramKey) -> tuple[Any, ...]:
@@ -151,7 +151,7 @@ class Choose(_StepKind):
 
 
 class AttendRecalled(_StepKind):
-    title = "attend-recalled"
+    title = "shadow-attend"
     pure = shadow_step.attend_recalled
 
     def keys(self) -> Iterable[LayerOfStep]:
