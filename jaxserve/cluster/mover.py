@@ -24,8 +24,8 @@ async def move_requests(replicas: Sequence[RoutedReplica], requests: OpenRequest
 
 
 def _begin_moves(replicas: Sequence[RoutedReplica], requests: OpenRequests) -> None:
-    def movable(place: int, key: Hashable) -> bool:
-        replica = replicas[place]
+    def movable(index: int, key: Hashable) -> bool:
+        replica = replicas[index]
         request = replica.requests.get(str(key))  # None for one that is on its way there.
         return request is not None and request.movable and not replica.immovable
 

@@ -253,22 +253,22 @@ class OpenRequests:
 
     def _route(self, request: OpenRequest) -> None:
         """Send a request to a replica, or have it wait until one is ready."""
-        place = dispatch([replica.load for replica in self._replicas], request.routed.demand)
-        if place is None:
+        index = dispatch([replica.load for replica in self._replicas], request.routed.demand)
+        if index is None:
             self._unrouted.append(request)
             return
-        name, pull = self._next_name(request), self._pull(request, place)
-        self._send(request, self._replicas[place], name, request.routed.to_send(name), pull)
+        name, pull = self._next_name(request), self._pull(request, index)
+        self._send(request, self._replicas[index], name, request.routed.to_send(name), pull)
 
-    def _pull(self, request: OpenRequest, place: int) -> PrefixPull | None:
+    def _pull(self, request: OpenRequest, index: int) -> PrefixPull | None:
         """The pull of a prefix that the request's replica has not cached, but another one has."""
         if not self.shares_prefixes or request.routed.added.lora_request is not None:
             return None  # A prefix of an adapter is of the digest that the engine gives it.
-        pull = plan_pull([replica.load for replica in self._replicas], place, request.routed.demand)
+        pull = plan_pull([replica.load for replica in self._replicas], index, request.routed.demand)
         if pull is None:
             return None
         return PrefixPull(
-            self._replicas[pull.source], self._replicas[place], pull, self.page_size, self._pulls
+            self._replicas[pull.source], self._replicas[index], pull, self.page_size, self._pulls
         )
 
     def _next_name(self, request: OpenRequest) -> str:

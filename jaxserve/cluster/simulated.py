@@ -43,21 +43,21 @@ class _Open:
     number: int
     arrival: Arrival
     demand: Demand
-    place: _SimulatedPlace
+    replica: _RouterReplica
     key: Hashable
     request: Request
     moving: bool = False
 
 
-class _SimulatedPlace:
+class _RouterReplica:
     """A replica, and its load as the router counts it. `index` is of all that there have been."""
 
     def __init__(
-        self, index: int, replica: SimulatedReplica, deployment: Deployment, role: Role
+        self, index: int, simulated: SimulatedReplica, deployment: Deployment, role: Role
     ) -> None:
         self.index = index
-        self.replica = replica
-        self.simulation = replica.simulation
+        self.simulated = simulated
+        self.simulation = simulated.simulation
         config = deployment.config
         num_pages = deployment.num_pages - 1
         self.load = ReplicaLoad(num_pages, config.page_size, config.max_num_seqs, role)
@@ -103,7 +103,7 @@ class SimulatedCluster:
         self._scaler = scaler
         self._load_us = load_us
         self._now_us = 0
-        self._places: list[_SimulatedPlace] = []
+        self._present: list[_RouterReplica] = []
         self._open: dict[int, _Open] = {}
         self._hops: dict[int, list[tuple[SimulatedReplica, str]]] = {}
         self._arrivals: list[Arrival] = []
@@ -127,7 +127,7 @@ class SimulatedCluster:
             self._dispatch(arrival)
         while self._open or self._num_pulling:
             self._run_to(self._now_us + round(MOVE_PERIOD_S * 1e6))
-        self.replica_us += self._now_us * len(self._places)
+        self.replica_us += self._now_us * len(self._present)
 
     @property
     def mean_replicas(self) -> float:
@@ -168,13 +168,13 @@ class SimulatedCluster:
 
     def _advance(self, time_us: int) -> None:
         self._now_us = time_us
-        for place in list(self._places):
-            place.simulation.run_to(time_us)
-            for key, each in list(place.requests.items()):
+        for replica in list(self._present):
+            replica.simulation.run_to(time_us)
+            for key, each in list(replica.requests.items()):
                 num_output = len(each.request.sequence_outputs[0].seq.output_token_ids)
                 if num_output > each.demand.num_output:
-                    place.load.grow(key, num_output - each.demand.num_output)
-                    each.demand = place.load.demands[key]
+                    replica.load.grow(key, num_output - each.demand.num_output)
+                    each.demand = replica.load.demands[key]
                 if each.request.finished:
                     self._leave(each)
                     del self._open[each.number]
@@ -189,29 +189,31 @@ class SimulatedCluster:
         demand = Demand.of(num_tokens, hashes, page_size, arrival.params.n, priority)
         index = dispatch(self._loads, demand)
         assert index is not None, "the first replicas are ready, and one of them always is"
-        place, number = self._places[index], len(self._arrivals)
+        replica, number = self._present[index], len(self._arrivals)
         self._arrivals.append(arrival)
         pull = plan_pull(self._loads, index, demand) if self._shares_prefixes else None
         key = (number, 0)
-        place.load.add(key, demand)
-        if pull is None or not self._begin_pull(pull, place, arrival, number, demand):
-            self._begin(place, arrival, number, demand)
+        replica.load.add(key, demand)
+        if pull is None or not self._begin_pull(pull, replica, arrival, number, demand):
+            self._begin(replica, arrival, number, demand)
 
-    def _begin(self, place: _SimulatedPlace, arrival: Arrival, number: int, demand: Demand) -> None:
+    def _begin(
+        self, replica: _RouterReplica, arrival: Arrival, number: int, demand: Demand
+    ) -> None:
         """A replica gets a request, which counts there already."""
-        request = place.simulation.add(arrival, self._now_us)
-        each = _Open(number, arrival, demand, place, (number, 0), request)
+        request = replica.simulation.add(arrival, self._now_us)
+        each = _Open(number, arrival, demand, replica, (number, 0), request)
         self._open[number] = each
         self._enter(each)
 
     def _begin_pull(
-        self, pull: Pull, place: _SimulatedPlace, arrival: Arrival, number: int, demand: Demand
+        self, pull: Pull, replica: _RouterReplica, arrival: Arrival, number: int, demand: Demand
     ) -> bool:
         """Begins to copy a prefix to a replica, which then gets the request; False if computing it
         takes less time."""
-        source, page_size = self._places[pull.source], self._deployment.config.page_size
+        source, page_size = self._present[pull.source], self._deployment.config.page_size
         start, stop = pull.span(page_size)
-        compute_us = place.simulation.core.kv.rates.prefill_us(start, stop)
+        compute_us = replica.simulation.core.kv.rates.prefill_us(start, stop)
         if not self.pulls.pays(pull.num_pages, compute_us):
             return False
         token_ids, tenant = arrival.token_ids, arrival.tenant
@@ -219,7 +221,7 @@ class SimulatedCluster:
         num_pages = num_known // page_size
         link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
         pull_us = 2 * link_us if num_pages else 0
-        incoming, key = place.load.incoming_kv, (number, 0)
+        incoming, key = replica.load.incoming_kv, (number, 0)
         source.load.num_pulled += 1
         self._num_pulling += 1
 
@@ -228,41 +230,45 @@ class SimulatedCluster:
             source.load.num_pulled -= 1
             self._num_pulling -= 1
             if num_pages:
-                num_tokens = place.simulation.take_prefix(token_ids, tenant, num_pages * page_size)
+                num_tokens = replica.simulation.take_prefix(
+                    token_ids, tenant, num_pages * page_size
+                )
                 self.pulls.pulled(pull, num_tokens, page_size, pull_us)
-            self._begin(place, arrival, number, demand)
+            self._begin(replica, arrival, number, demand)
 
         incoming.enter(key, num_pages, lambda: self._at(self._now_us + pull_us, copied))
         return True
 
     def _enter(self, each: _Open) -> None:
-        each.place.requests[each.key] = each
-        self._hops.setdefault(each.number, []).append((each.place.replica, each.request.request_id))
+        each.replica.requests[each.key] = each
+        self._hops.setdefault(each.number, []).append(
+            (each.replica.simulated, each.request.request_id)
+        )
 
     def _leave(self, each: _Open) -> None:
-        each.place.load.remove(each.key)
-        del each.place.requests[each.key]
+        each.replica.load.remove(each.key)
+        del each.replica.requests[each.key]
 
     @property
     def _loads(self) -> list[ReplicaLoad]:
-        return [place.load for place in self._places]
+        return [replica.load for replica in self._present]
 
     # Moves
 
     def _begin_moves(self) -> None:
         def movable(index: int, key: Hashable) -> bool:
-            each = self._places[index].requests.get(key)  # None for one that is on its way there.
+            each = self._present[index].requests.get(key)  # None for one that is on its way there.
             return each is not None and not each.moving
 
         def begin(move: Move) -> None:
-            each = self._places[move.source].requests[move.key]
-            self._move(each, self._places[move.destination])
+            each = self._present[move.source].requests[move.key]
+            self._move(each, self._present[move.destination])
 
         begin_moves(self._loads, movable, begin)
 
-    def _move(self, each: _Open, destination: _SimulatedPlace) -> None:
+    def _move(self, each: _Open, destination: _RouterReplica) -> None:
         """Begins to copy the KV of a request in stages; it runs on meanwhile."""
-        source, key = each.place, (each.number, len(self._hops[each.number]))
+        source, key = each.replica, (each.number, len(self._hops[each.number]))
         destination.load.add(key, each.demand)  # Its pages are taken from now on.
         each.moving = True
         page_size = self._deployment.config.page_size
@@ -340,7 +346,7 @@ class SimulatedCluster:
             each.request = destination.simulation.resume(left, table, self._now_us)
             source.simulation.abort(left)
             self._leave(each)
-            each.place, each.key = destination, key
+            each.replica, each.key = destination, key
             destination.load.add(key, each.demand)
             self._enter(each)
             self.num_moved += 1
@@ -352,43 +358,43 @@ class SimulatedCluster:
     def _share(self) -> None:
         """Has all queues know what each tenant was served everywhere."""
         counters = dict(self._shares.counters)
-        for place in self._places:
-            queue = place.simulation.scheduler.waiting
-            self._shares.exchange(place.index, *queue.exchange(counters))
+        for replica in self._present:
+            queue = replica.simulation.scheduler.waiting
+            self._shares.exchange(replica.index, *queue.exchange(counters))
 
     # Autoscaling
 
-    def _add(self, role: Role = "any") -> _SimulatedPlace:
+    def _add(self, role: Role = "any") -> _RouterReplica:
         index = len(self.replicas)
-        place = _SimulatedPlace(index, self._new_replica(), self._deployment, role)
-        self.replicas.append(place.replica)
-        self._places.append(place)
+        replica = _RouterReplica(index, self._new_replica(), self._deployment, role)
+        self.replicas.append(replica.simulated)
+        self._present.append(replica)
         self.replica_us -= self._now_us
-        return place
+        return replica
 
     def _scale(self) -> None:
         assert self._scaler is not None
-        leaving = next((place for place in self._places if place.leaves), None)
+        leaving = next((replica for replica in self._present if replica.leaves), None)
         if leaving is not None:
             self._end(leaving)
             return
         decision = self._scaler.decide(self._loads, self._now_us / 1e6)
         if decision == "add":
-            place = self._add()
-            place.load.draining = True
+            replica = self._add()
+            replica.load.draining = True
             self.num_added += 1
-            self._at(self._now_us + self._load_us, lambda: setattr(place.load, "draining", False))
+            self._at(self._now_us + self._load_us, lambda: setattr(replica.load, "draining", False))
         elif decision is not None:
-            place = self._places[decision.replica]
-            place.leaves = place.load.draining = True
+            replica = self._present[decision.replica]
+            replica.leaves = replica.load.draining = True
 
-    def _end(self, place: _SimulatedPlace) -> None:
+    def _end(self, replica: _RouterReplica) -> None:
         """Removes a replica that has drained, or has it serve again when the others fill up."""
-        if self._scaler.are_full([each.load for each in self._places if each is not place]):
-            place.leaves = place.load.draining = False
-        elif not place.load.demands:
-            self._places.remove(place)
-            self._shares.keep({each.index for each in self._places})
+        if self._scaler.are_full([each.load for each in self._present if each is not replica]):
+            replica.leaves = replica.load.draining = False
+        elif not replica.load.demands:
+            self._present.remove(replica)
+            self._shares.keep({each.index for each in self._present})
             self.replica_us += self._now_us
             self.num_removed += 1
 

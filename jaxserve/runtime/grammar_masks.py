@@ -41,27 +41,27 @@ class GrammarMasks:
         """Masks by the number of a sampled token, `width` for each of a step's rows; `in_flight`
         are the steps before it that are not read."""
         matched = [
-            (place, row.matcher, chunk)
-            for place, (row, chunk) in enumerate(zip(packed.rows, packed.sampled))
+            (row_index, row.matcher, chunk)
+            for row_index, (row, chunk) in enumerate(zip(packed.rows, packed.sampled))
             if row.matcher is not None
         ]
         if not matched:
             return {}
         waiting = {
-            place
-            for place, matcher, chunk in matched
+            row_index
+            for row_index, matcher, chunk in matched
             if matcher.waits_for(chunk.output_index + chunk.num_lookahead_tokens)
         }
         if waiting:
             self._advance(in_flight)
         if speculation is None:
-            return {place: matcher.mask for place, matcher, _ in matched}
+            return {row_index: matcher.mask for row_index, matcher, _ in matched}
         masks: dict[int, np.ndarray] = {}
         drafts, parents = _drafts(speculation, width)
-        for place, matcher, chunk in matched:
-            first = place * width
+        for row_index, matcher, chunk in matched:
+            first = row_index * width
             self.forget(chunk.seq)
-            if place not in waiting and not matcher.forced(1):
+            if row_index not in waiting and not matcher.forced(1):
                 # As a budget of reasoning that is far from used up.
                 masks |= {first + node: matcher.mask for node in range(width)}
                 continue
@@ -84,7 +84,7 @@ class GrammarMasks:
         for step in in_flight:
             tokens = [*self._tokens(step, counts)]
             for number in range(step.width):
-                advance(taken for place, taken in tokens if place == number)
+                advance(taken for row_index, taken in tokens if row_index == number)
 
     def _tokens(
         self, step: DeviceStep, counts: collections.Counter[int]

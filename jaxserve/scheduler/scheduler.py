@@ -149,23 +149,24 @@ class Scheduler(SequenceLifecycle):
                 whose,
             )
 
-    def collect(self, chunk: ScheduledChunk, token_id: int, place: int = 0) -> bool:
-        """Appends a token that `chunk` sampled, in dispatch order; False if it was dropped. `place`
-        counts the tokens of a decode: after the first they follow the drafts that were accepted.
+    def collect(self, chunk: ScheduledChunk, token_id: int, token_index: int = 0) -> bool:
+        """Appends a token that `chunk` sampled, in dispatch order; False if it was dropped.
+        `token_index` counts the tokens of a decode: after the first they follow the drafts that
+        were accepted.
 
         A sequence preempted since keeps the token, because its context was correct. One that has
         finished since (the stop was seen a step late) drops it.
         """
         seq = chunk.seq
-        if not place:
+        if not token_index:
             seq.num_in_flight -= 1
             seq.num_drafts_in_flight -= chunk.num_drafts
         if seq.state is SequenceState.FINISHED:
             return False
         seq.output_token_ids.append(token_id)
-        if place:
+        if token_index:
             self.waiting.charge(seq, 0, 1)
-        if place and seq.slot is not None:
+        if token_index and seq.slot is not None:
             self._count_accepted(seq)
         if seq.slot is not None and token_id >= 0:  # Negative if none could be sampled.
             table = self.tables[seq.seq_id]

@@ -32,7 +32,7 @@ class TokenMatcher(Protocol):
         """int32 [words] with a bit set for each token allowed next."""
         ...
 
-    def waits_for(self, place: int) -> bool:
+    def waits_for(self, position: int) -> bool:
         """Whether the mask at a position of the output depends on tokens not yet consumed."""
         ...
 
@@ -44,7 +44,7 @@ class TokenMatcher(Protocol):
         """The error that prevents a mask after the first `num_tokens`, all consumed."""
         ...
 
-    def take(self, place: int, token_id: int) -> Matcher | None:
+    def take(self, position: int, token_id: int) -> Matcher | None:
         """Consumes a token, unless that is done or the text has ended. Returns the grammar's
         matcher that is still to consume it, which `advance` does."""
         ...
@@ -95,14 +95,14 @@ class Matcher:
         """The mask of all tokens except those that end the text."""
         return self._vocabulary.text_mask
 
-    def waits_for(self, place: int) -> bool:
+    def waits_for(self, position: int) -> bool:
         """Whether the mask at a position of the output depends on tokens not yet consumed."""
-        return self.num_tokens < place
+        return self.num_tokens < position
 
-    def take(self, place: int, token_id: int) -> Matcher | None:
+    def take(self, position: int, token_id: int) -> Matcher | None:
         """This matcher, if the token at this position is new and does not end the text: then
         `advance` consumes it."""
-        if place != self.num_tokens or self._ended:
+        if position != self.num_tokens or self._ended:
             return None
         self._ended = token_id in self._vocabulary.eos_token_ids
         return None if self._ended else self
@@ -137,7 +137,7 @@ def advance(taken: Iterable[tuple[TokenMatcher, int, int]]) -> None:
 
     Masks are computed on several threads without the GIL.
     """
-    takers = ((matcher.take(place, token), token) for matcher, place, token in taken)
+    takers = ((matcher.take(position, token), token) for matcher, position, token in taken)
     news = [(matcher, token) for matcher, token in takers if matcher is not None]
     if not news:
         return

@@ -153,9 +153,9 @@ class ThinkingMatcher:
         text_mask = self._grammar.text_mask
         return text_mask & self._marks.ends_cleanly(begun) if begun else text_mask
 
-    def waits_for(self, place: int) -> bool:
+    def waits_for(self, position: int) -> bool:
         """Whether the mask at a position of the output depends on tokens not yet consumed."""
-        ahead = place - self.num_tokens
+        ahead = position - self.num_tokens
         if ahead <= 0:
             return False
         if self._forced or self._grammar is not None:
@@ -172,15 +172,15 @@ class ThinkingMatcher:
         grammar = self._answering()
         return None if grammar is None else grammar.error(num_tokens - self._answer)
 
-    def take(self, place: int, token_id: int) -> Matcher | None:
+    def take(self, position: int, token_id: int) -> Matcher | None:
         """As of `Matcher`."""
         grammar = self._answering()
         if grammar is not None:
-            return grammar.take(place - self._answer, token_id)
-        if place != self._num_tokens:
+            return grammar.take(position - self._answer, token_id)
+        if position != self._num_tokens:
             return None
         if self._begins_answer(token_id):
-            self._answer = place
+            self._answer = position
             return self._grammar.take(0, token_id)
         self._num_tokens += 1
         if self._answer is None:

@@ -59,21 +59,21 @@ class Described:
         spec = None if device is None else DeviceSpec.of(device)
         if profile is None:
             measured = None
-            place = DescribedDevice(spec.platform, spec.kind, spec.memory_bytes)
+            target = DescribedDevice(spec.platform, spec.kind, spec.memory_bytes)
         else:
             measured = Profile.read(profile)
-            place = DescribedDevice(
+            target = DescribedDevice(
                 measured.device["platform"],
                 measured.device["kind"],
                 measured.device["memory_bytes"],
             )
-            spec = spec or device_of_kind(place.device_kind)
-            if spec is not None and spec.platform != place.platform:
+            spec = spec or device_of_kind(target.device_kind)
+            if spec is not None and spec.platform != target.platform:
                 raise ConfigError(
-                    f"device is {spec.name}, but the profile was measured on {place.device_kind} "
-                    f"({place.platform}); give the device that it was measured on, or one of both."
+                    f"device is {spec.name}, but the profile was measured on {target.device_kind} "
+                    f"({target.platform}); give the device that it was measured on, or one of both."
                 )
-        plan = plan_described(config, place, propose=propose)
+        plan = plan_described(config, target, propose=propose)
         if measured is not None:
             measured.check(plan.config, sizes(plan.shapes))
         return cls(plan, spec, measured)

@@ -15,15 +15,15 @@ from jaxserve.simulator.simulation import Arrival
 
 
 def arrivals(requests: Sequence[TraceRequest]) -> Iterator[Arrival]:
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         yield Arrival(
             request.arrival_us,
-            plain_token_ids(place, request),
+            plain_token_ids(index, request),
             SamplingParams(temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True),
         )
 
 
-def result(place: int, request: TraceRequest, summary: SequenceSummary) -> RequestResult:
+def result(index: int, request: TraceRequest, summary: SequenceSummary) -> RequestResult:
     """What a client would have seen of a request."""
     arrival_us = request.arrival_us
     response = TimedResponse(
@@ -33,7 +33,7 @@ def result(place: int, request: TraceRequest, summary: SequenceSummary) -> Reque
         cached_tokens=summary.cached_tokens,
         output_tokens=summary.output_tokens,
     )
-    return RequestResult(place, request, arrival_us, response)
+    return RequestResult(index, request, arrival_us, response)
 
 
 def check_lengths(requests: Sequence[TraceRequest], max_model_len: int) -> None:

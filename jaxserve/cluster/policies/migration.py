@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 def plan_moves(
     loads: Sequence[ReplicaLoad],
-    movable: Callable[[int, Hashable], bool] = lambda place, key: True,
+    movable: Callable[[int, Hashable], bool] = lambda index, key: True,
 ) -> list[Move]:
     """The next moves, at most one from each replica and one to each. `movable` tells whether a
     request of a replica can move now.

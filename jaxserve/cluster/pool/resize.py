@@ -100,9 +100,9 @@ class Resize:
         if replica.moved or any(request.moving for request in replica.requests.values()):
             return True
 
-        def movable(place: int, key: Hashable) -> bool:
+        def movable(index: int, key: Hashable) -> bool:
             request = replica.requests.get(str(key))
-            here = self._replicas[place] is replica
+            here = self._replicas[index] is replica
             return here and request is not None and (request.movable or not request.accepted)
 
         return bool(plan_moves([each.load for each in self._replicas], movable))
