@@ -163,12 +163,13 @@ def matmul(weight: jax.Array, x: jax.Array, dtype: jnp.dtype | None = None) -> j
         # With results of float32 the weight is read in its own dtype, and not converted first.
         if len(x) > FEW_TOKENS:
             return _dot(x, weight, jnp.float32).astype(dtype)
-        tokens = len(x)
-        if tokens == 1 and x.dtype == jnp.bfloat16:
-            x = jnp.pad(x, ((0, 1), (0, 0)))  # one token alone would have the weight converted
+        if len(x) == 1 and x.dtype == jnp.bfloat16:
+            # A product would first convert the weight; a sum of multiples converts as it reads.
+            multiples = weight.astype(jnp.float32) * x.astype(jnp.float32)
+            return jnp.sum(multiples, axis=1)[None].astype(dtype)
         # Without the barrier XLA turns the product around.
         y = jax.lax.optimization_barrier(_dot(weight, x, jnp.float32))
-        return y.T[:tokens].astype(dtype)
+        return y.T.astype(dtype)
 
     return by_platform(weight, x, cpu=cpu, default=default)
 
