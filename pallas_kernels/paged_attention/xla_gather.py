@@ -57,7 +57,11 @@ def gathered_pages(array, ids, axis, viewed=lambda array: array):
             pages = jnp.where(here, jnp.expand_dims(tokens[:, place], axis), pages)
         return lax.bitcast_convert_type(pages, dtype)
 
-    return lax.cond(ids.any_on_path, along_paths, in_order, array)
+    def on_cpu(array):
+        return lax.cond(ids.any_on_path, along_paths, in_order, array)
+
+    # GPUs would wait for the host to decide, once for each block.
+    return by_platform(array, cpu=on_cpu, default=along_paths)
 
 
 def block_of_pages(pages: Pages, ids, block, dtype):
