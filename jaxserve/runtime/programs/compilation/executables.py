@@ -48,7 +48,8 @@ class ProgramSpec:
     def results(self) -> Any:
         """Shapes of the results."""
         arguments = self.arguments()
-        return jax.eval_shape(self._jitted(arguments), *arguments)
+        with lowering_for(_sharding(arguments)):
+            return jax.eval_shape(self._jitted(arguments), *arguments)
 
     def _jitted(self, arguments: tuple[Any, ...]) -> Any:
         function, sharding = self.function, _sharding(arguments)

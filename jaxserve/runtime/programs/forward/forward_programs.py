@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -168,17 +169,19 @@ class Embed(_StepKind):
     def __init__(self, shapes: ProgramShapes) -> None:
         super().__init__(shapes)
         self._results: dict[ProgramKey, Any] = {}
+        self._tracing = threading.Lock()
 
     def __call__(self, state: DeviceState, key: ProgramKey, steps: Sequence[FrozenPlan]) -> Any:
         return self.run(state, key, *map(self.shapes.layouts[key].pack, steps))
 
     def results(self, key: ProgramKey) -> Any:
         """Shapes of its results, which the other parts take."""
-        if key not in self._results:
-            place = self.shapes.arrays.sharding(*BY_RANK)
-            results = self.spec(key).results()[len(self.replaces) :]
-            self._results[key] = jax.tree.map(lambda array: placed(array, place), results)
-        return self._results[key]
+        with self._tracing:  # All parts that take them are lowered at once, in threads.
+            if key not in self._results:
+                place = self.shapes.arrays.sharding(*BY_RANK)
+                results = self.spec(key).results()[len(self.replaces) :]
+                self._results[key] = jax.tree.map(lambda array: placed(array, place), results)
+            return self._results[key]
 
 
 class _EnterStage(Embed):
