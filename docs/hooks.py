@@ -46,10 +46,10 @@ def _commands() -> list[str]:
     from typing import get_args
 
     from jaxserve.cli import Subcommand
-    from jaxserve.cli.bench import Kind
+    from jaxserve.cli.bench import BenchCommand
 
     names = [get_args(command)[1].name for command in get_args(Subcommand)]
-    kinds = [f"bench {get_args(kind)[1].name}" for kind in get_args(Kind)]
+    kinds = [f"bench {get_args(kind)[1].name}" for kind in get_args(BenchCommand)]
     at = names.index("bench") + 1
     return [*names[:at], *kinds, *names[at:]]
 

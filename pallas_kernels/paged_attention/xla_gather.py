@@ -12,8 +12,8 @@ from pallas_kernels.arrays import as_bits
 from pallas_kernels.paged_attention.layout import LatentPages, Pages, Paths, unpacked_int4
 from pallas_kernels.platforms import by_platform
 
-_SMALL_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
-"""Dtypes that XLA converts to float32 on CPUs before it does anything with them."""
+_CONVERTED = (jnp.bfloat16, jnp.float8_e4m3fn)
+"""Dtypes of which XLA on CPUs would convert the whole pool, and not the pages that are read."""
 
 
 class Slots(NamedTuple):
@@ -111,7 +111,7 @@ def _features(array, ids, block, dtype, axis):
 
     if array.dtype == jnp.uint8:
         return unpacked_int4(gathered(array), axis).astype(dtype)
-    if array.dtype not in _SMALL_FLOATS:
+    if array.dtype not in _CONVERTED:
         return elsewhere(array)
     return by_platform(array, cpu=on_cpu, default=elsewhere)
 

@@ -157,8 +157,8 @@ class TestInterpreted:
 def test_decodes_and_chunks_go_each_to_their_kernel(monkeypatch):
     """Both played by XLA here: what they compute is for their own tests."""
 
-    def decode(q, pages, batch, visible, *, num_decodes, scale, soft_cap, interpret):
-        assert interpret is None
+    def decode(q, pages, batch, visible, *, num_decodes, scale, soft_cap, interpret, out_dtype):
+        assert interpret is None and out_dtype == jnp.float32
         mine = jax.tree.map(lambda array: array[:num_decodes], (batch, visible))
         options = {"num_decodes": num_decodes, "scale": scale, "soft_cap": soft_cap}
         return xla.paged_attention(q[:num_decodes], pages, *mine, **options)

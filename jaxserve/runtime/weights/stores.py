@@ -29,7 +29,7 @@ class LayerStore(Protocol):
         nothing uses any more. Raises WeightsError when it cannot be read."""
 
     def load_unread(self, layer: int, slot: int) -> Params:
-        """As `load`, but nothing is read from disk: the values are whatever is in the place."""
+        """As `load`, but nothing is read from disk: the values are undefined."""
 
     def close(self) -> None: ...
 

@@ -138,12 +138,12 @@ class Compilation:
             lowered = spec.lower()
             cache = None if fell_back_for_now() else cache
             entry = cache.entry(spec.name, lowered) if cache else None
-            compiled = cache.load_entry(spec.name, entry) if cache and entry else None
+            compiled = cache.load_entry(spec.name, entry) if cache else None
             from_cache = compiled is not None
             if compiled is None:
                 with self._lock, self._timed(spec.name):
                     compiled = lowered.compile()
-                if cache and entry:
+                if cache:
                     cache.store(spec.name, entry, compiled)
         memory = compiled.memory_analysis()
         here = spec.elsewhere is None
