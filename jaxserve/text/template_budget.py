@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2.utils import Namespace
 
-MAX_SECONDS = 1.0
-"""Of the rendering thread's own time."""
+MAX_SECONDS = 5.0
+"""Of the rendering thread's own time, to which garbage collection may add more than a second."""
 
 MAX_CHARS = 1 << 24
 """Of a prompt, and of everything else that one rendering writes into macros and blocks."""
