@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention import (
     reference,
     tree_attention,
 )
+from pallas_kernels.paged_attention.layout import packed_int4
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3]
 WIDTH = len(PARENTS)
@@ -96,7 +97,10 @@ def test_trees_as_decodes(options):
 
 @pytest.mark.parametrize(
     ("kind", "in_tiles"),
-    [("bfloat16", False), ("bfloat16", True), ("int8", True), ("latents", False)],
+    [
+        *[("bfloat16", False), ("bfloat16", True), ("int8", True), ("latents", False)],
+        *[("float8_e4m3fn", False), ("int4", False)],
+    ],
 )
 def test_a_path_is_attended_to_as_if_it_were_alone_to_the_last_bit(kind, in_tiles):
     """By decodes, or by rows of one token as in tiles."""
@@ -105,11 +109,15 @@ def test_a_path_is_attended_to_as_if_it_were_alone_to_the_last_bit(kind, in_tile
     batch, trees, own = of_trees(case, len(SIZES))
     count = len(own["paths"].first)
     pages = jax.tree.map(lambda array: jnp.asarray(array, jnp.bfloat16), case.pages)
-    if kind == "int8":
+    if kind in ("int8", "float8_e4m3fn", "int4"):
         shape = (*case.pages.k.shape[:2], 2, 4)
         scales = jnp.asarray(np.random.default_rng(1).uniform(0.01, 0.1, shape), jnp.float32)
-        whole = (jnp.asarray(40 * array, jnp.int8) for array in case.pages.elements[:2])
-        pages = KVPages(*whole, scales)
+        if kind == "int4":
+            k, v = (jnp.asarray(3 * array, jnp.int8).clip(-7, 7) for array in case.pages[:2])
+            packed = packed_int4(k.swapaxes(2, 3)).swapaxes(2, 3), packed_int4(v)
+        else:
+            packed = tuple(jnp.asarray(40 * array, kind) for array in case.pages[:2])
+        pages = KVPages(*packed, scales)
     if kind == "latents":
         pages = LatentPages(pages.k, 8)
 
