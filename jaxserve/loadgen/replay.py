@@ -43,7 +43,8 @@ async def replay(
             for place, request in enumerate(requests):
                 # Build the body ahead of time, so that the request is not sent late.
                 made = body(place, request)
-                await asyncio.sleep(max(0, request.arrival_us - (now_us() - begin_us)) / 1e6)
+                wait_us = request.arrival_us - (now_us() - begin_us)
+                await asyncio.sleep(max(0, wait_us + 1) / 1e6)  # timers may fire a tick early
                 group.create_task(run(place, request, made))
     except asyncio.CancelledError:
         # Ctrl-C: return the results so far.
