@@ -13,16 +13,16 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from jaxserve.cluster.fair_sharing import PERIOD_S as SHARE_PERIOD_S
-from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
+from jaxserve.cluster.fair_sharing import SHARE_PERIOD_S
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.policies.copies import CopyCounts, CopyStages
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
 from jaxserve.cluster.policies.fairness import FairShares
-from jaxserve.cluster.policies.migration import Move, begin_moves
+from jaxserve.cluster.policies.moves import Move, begin_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import Pull, Pulls, plan_pull
-from jaxserve.cluster.pool.scaling import PERIOD_S as SCALE_PERIOD_S
+from jaxserve.cluster.pool.scaling import SCALE_PERIOD_S
+from jaxserve.cluster.request_moves import MOVE_PERIOD_S
 from jaxserve.core.cluster_status import Role
 from jaxserve.engine.request import Request
 from jaxserve.kv.page_table import PageTable
