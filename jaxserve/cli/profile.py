@@ -12,8 +12,8 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.tables import table
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.kv.tier import Tier
-from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.simulator.profile import Profile as MeasuredProfile
 from jaxserve.simulator.profile import StepSample, fitted
 

@@ -1,4 +1,4 @@
-"""What the engine core runs on: an executor of steps, and transfers of KV pages."""
+"""What the engine core runs on: an executor of steps, an observer of them, a loader of adapters."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from jaxserve.runtime.hardware.devices import (
     engine_devices,
     engine_mesh,
 )
-from jaxserve.runtime.hardware.host_attention import host_device
+from jaxserve.runtime.hardware.host_cpu import host_device
 from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, refusal
 from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory
