@@ -14,7 +14,7 @@ from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import REMEDIES
 
-CLIENTS = Path(__file__).parents[1] / "clients"
+CLIENTS = Path(__file__).parent
 SUITES = CLIENTS.with_name("suites")
 sys.path[:0] = [str(CLIENTS), str(SUITES)]
 from compatibility import PAGE, ROOT, rows_of, said_by  # noqa: E402  (found by the path above)
@@ -79,7 +79,7 @@ def test_what_fails_the_run_of_a_suite(tmp_path, monkeypatch, source, reasons, s
 
 
 def test_every_test_of_ours_that_the_page_names_is_there():
-    named = re.findall(r"`(tests/\w+/test_\w+\.py)", TEXT)
+    named = re.findall(r"`(tests/[\w/]+/test_\w+\.py)", TEXT)
     assert named and all((ROOT / path).is_file() for path in named)
 
 
