@@ -14,7 +14,7 @@ from jaxserve.protocol.chat.request import ChatCompletionRequest
 from jaxserve.protocol.completions import CompletionRequest
 from jaxserve.protocol.errors import REMEDIES
 
-CLIENTS = Path(__file__).parent
+CLIENTS = Path(__file__).parents[1] / "clients"
 SUITES = CLIENTS.with_name("suites")
 sys.path[:0] = [str(CLIENTS), str(SUITES)]
 from compatibility import PAGE, ROOT, rows_of, said_by  # noqa: E402  (found by the path above)
