@@ -23,6 +23,7 @@ from table import print_table
 from jaxserve.cli.planning.described import sizes
 from jaxserve.cli.profile import measured_profile
 from jaxserve.core.events import EventLog, monotonic_us
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.plan import StepPlan
@@ -35,7 +36,6 @@ from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import SequenceSummary
-from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.startup.start import start
 from jaxserve.simulator.profile import Profile, ProgramTime

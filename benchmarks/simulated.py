@@ -19,8 +19,8 @@ from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.request import Request
+from jaxserve.kv.kv_executor import KVExecutor
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import PagePool
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -160,9 +160,7 @@ def simulate(
     metrics = Metrics(keep_finished=max(1, len(jobs)), keep_tokens=True)
     log = EventLog(metrics.fold, clock=clock.now)
     inputs = InputProcessor(EngineConfig(), None, 1 << 62, frozenset(), log.now)
-    core = EngineCore(
-        scheduler, PageTransfers(kv, worker, executor, log), executor, inputs, log, ()
-    )
+    core = EngineCore(scheduler, KVExecutor(kv, worker, executor, log), executor, inputs, log, ())
     schedule = scheduler.schedule
 
     def watched(now_us: int) -> StepPlan:

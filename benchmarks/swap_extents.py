@@ -61,7 +61,7 @@ def main() -> None:
     with LLM(host_kv_bytes=512 << 20, preemption="swap") as llm:
         kv = llm.engine.kv
         moves, page_bytes = kv.transfer_counters, kv.page_bytes
-        store = llm.engine._page_transfers._stores[Tier.HOST]
+        store = llm.engine._kv_executor.stores[Tier.HOST]
         # Few pages are left to use, and the programs are those of any other engine.
         kv.pool.allocate(kv.pool.num_free - POOL_PAGES)
         said = []

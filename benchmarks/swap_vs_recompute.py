@@ -28,7 +28,7 @@ from table import print_table
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.request import Request
-from jaxserve.runtime.device_page_transfers import Staging
+from jaxserve.runtime.open_kv import Staging
 
 MODES = ("swap", "recompute", "auto")
 

@@ -18,6 +18,7 @@ from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.progress_bar import ProgressBar
 from jaxserve.core.process.signals import interrupts_held
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.requests.pooling import (
@@ -38,7 +39,6 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.perfetto import write_trace
 from jaxserve.prompt_batch import PromptBatch, is_single, warn_of_errors
 from jaxserve.runtime.live_weights import WeightsSource
-from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.startup.start import StartupProgress, no_progress
 from jaxserve.text import Tokenizer

@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 for helpers in (
-    "tests",
+    "tests/helpers",
     "tests/startup",
     "tests/distributed",
     "tests/meshes",

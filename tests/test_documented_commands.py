@@ -122,7 +122,7 @@ ALIKE = {
     'jaxserve serve --speculative-config {"method": "ngram", "num_speculative_tokens": 3}': ""
     "as the program",
     "run_batch(llm, ": "as batch --model",
-    "source.export_request(": "tests/engine/test_engine_export.py has tiny models",
+    "source.export_request(": "tests/engine/snapshot/test_engine_export.py has tiny models",
     "llm.chat(question, params)": "as the README's program",
 }
 """Lines, and parts of programs, that only `EXHAUSTIVE=1` runs here, and what is as good for CI."""

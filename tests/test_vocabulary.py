@@ -38,7 +38,7 @@ REPLACED = {
     "--shutdown-timeout, --independent, slo_itl": r"--?grace[-_]s\b|--separate\b|slo[-_]tbt",
     "core/steps/results.py, runtime/programs/device_step.py": r"\b(steps|runtime)[./]in_flight\b",
     "dual_batch.py, perfetto.py": r"\bforward[./]halves\b|\bhalves\.py|\bmetrics[./]trace\b",
-    "DevicePageTransfers": r"\bclass Paging\b|\b_paging\b|\bruntime[./]paging\b",
+    "KVExecutor, open_kv": r"class Paging\b|\b_paging\b|runtime[./]paging|[Pp]age_?[Tt]ransfers\b",
     "SimulatedTransferWorker": r"\bSimulatedTransfers\b|\bsimulator[./]transfers\b",
     "decisions 5 to 7": "moving-pages|whose-turn|what-a-kernel-knows",
     "lock, timeout": r"\b_door\b|\b_shut\b|LAST_WORDS|\b_?patience_u?s\b|UNKNOWN_PATIENCE",

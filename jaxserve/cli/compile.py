@@ -7,7 +7,7 @@ import time
 
 from jaxserve.cli.arguments.options import Common, ModelSettings
 from jaxserve.core.errors import ConfigError
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.process.terminal_progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)

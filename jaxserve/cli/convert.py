@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from jaxserve.cli.arguments.options import Common
 from jaxserve.cli.arguments.values import OptionalDtype
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.process.terminal_progress import TerminalProgress
 
 
 @dataclasses.dataclass(frozen=True)

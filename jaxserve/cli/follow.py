@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.progress import TerminalProgress
 
 
 def follow(config: EngineConfig) -> int:

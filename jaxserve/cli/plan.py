@@ -27,7 +27,7 @@ from jaxserve.cli.planning.plan_tables import (
 )
 from jaxserve.cli.terminal.text import device_name
 from jaxserve.core.errors import ConfigError
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.process.terminal_progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.runtime.programs.compilation.executables import Programs

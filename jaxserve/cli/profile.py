@@ -12,8 +12,8 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.events import EventLog
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.tables import table
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.kv.tier import Tier
-from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.simulator.profile import Profile as MeasuredProfile
 from jaxserve.simulator.profile import StepSample, fitted
 
@@ -71,8 +71,8 @@ def measured_profile(
     plan: EnginePlan, runner: Runner, progress: StartupProgress
 ) -> MeasuredProfile:
     """Measures a runner that serves nothing else."""
-    from jaxserve.runtime.device_page_transfers import DevicePageTransfers
     from jaxserve.runtime.hardware.device_memory import device_memory
+    from jaxserve.runtime.open_kv import open_kv
     from jaxserve.runtime.step_measurement import StepMeasurements
 
     steps, samples = StepMeasurements(plan.shapes, runner), []
@@ -84,10 +84,10 @@ def measured_profile(
     programs, held_out = fitted(samples)
     host_bytes_per_s = None
     if plan.memory.host_pages:
-        page_transfers = DevicePageTransfers(plan, runner, EventLog())
-        rate = page_transfers.manager.rates.bytes_per_s(Tier.DEVICE, Tier.HOST)
+        kv = open_kv(plan, runner, EventLog())
+        rate = kv.manager.rates.bytes_per_s(Tier.DEVICE, Tier.HOST)
         host_bytes_per_s = rate and rate / plan.memory.num_devices
-        page_transfers.close()
+        kv.close()
     return MeasuredProfile(
         settings=plan.config.of_programs(),
         model=sizes(plan.shapes),

@@ -15,10 +15,10 @@ from jaxserve.cli.follow import follow
 from jaxserve.cli.replicas import check_replica_counts, check_replicas
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.core.requests.lora import DEFAULT_MAX_LORAS, LoRARequest
 from jaxserve.core.requests.sampling_params import MAX_LOGPROBS
 from jaxserve.core.settings.chat_settings import ChatSettings, ReasoningParser
-from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import EngineClient

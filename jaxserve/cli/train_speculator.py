@@ -16,7 +16,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from jaxserve.cli.arguments.options import Common
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.tables import table
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.training.config import TrainingConfig
 
 if TYPE_CHECKING:

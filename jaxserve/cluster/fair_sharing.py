@@ -10,7 +10,7 @@ from jaxserve.cluster.policies.fairness import FairShares
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError
 
-PERIOD_S = 0.2
+SHARE_PERIOD_S = 0.2
 """How far counters are behind: by what replicas serve in this time."""
 
 
@@ -27,7 +27,7 @@ async def share_fairly(replicas: Sequence[RoutedReplica]) -> None:
             for replica in loaded:
                 if replica not in asked:
                     asked[replica] = exchanges.create_task(_exchange(shares, replica))
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(SHARE_PERIOD_S)
 
 
 async def _exchange(shares: FairShares, replica: RoutedReplica) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import logging
 import random
-from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import Pulls, plan_pull
 from jaxserve.cluster.prefix_pull import PrefixPull
+from jaxserve.cluster.replicas.replica_client import ignore_lost
 from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica, Submission
 from jaxserve.cluster.routed_request import RoutedRequest
 from jaxserve.cluster.staged_copy import COPY_S, StagedCopy
@@ -402,9 +402,3 @@ def _for_client(request: OpenRequest, output: RequestOutput) -> RequestOutput:
         prompt_token_ids=tuple(added.token_ids),
         metrics=dataclasses.replace(output.metrics, cached_tokens=cached_tokens),
     )
-
-
-async def ignore_lost(work: Coroutine[Any, Any, object]) -> None:
-    """Does nothing about a lost replica, whose updates say so too."""
-    with contextlib.suppress(ReplicaLostError, EngineClosedError):
-        await work

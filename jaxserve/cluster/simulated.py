@@ -8,61 +8,32 @@ count the pages of answers as cached, whose tokens are made up here.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from jaxserve.cluster.fair_sharing import PERIOD_S as SHARE_PERIOD_S
-from jaxserve.cluster.mover import PERIOD_S as MOVE_PERIOD_S
+from jaxserve.cluster.fair_sharing import SHARE_PERIOD_S
 from jaxserve.cluster.policies.autoscale import Autoscaler
-from jaxserve.cluster.policies.copies import CopyCounts, CopyStages
+from jaxserve.cluster.policies.copies import CopyCounts
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
 from jaxserve.cluster.policies.fairness import FairShares
-from jaxserve.cluster.policies.migration import Move, begin_moves
+from jaxserve.cluster.policies.moves import Move, begin_moves
 from jaxserve.cluster.policies.prefixes import page_hashes
 from jaxserve.cluster.policies.pulls import Pull, Pulls, plan_pull
-from jaxserve.cluster.pool.scaling import PERIOD_S as SCALE_PERIOD_S
+from jaxserve.cluster.pool.scaling import SCALE_PERIOD_S
+from jaxserve.cluster.request_moves import MOVE_PERIOD_S
+from jaxserve.cluster.simulated_copy import (
+    PREFILLED_S,
+    CountedReplica,
+    OpenArrival,
+    SimulatedCopy,
+)
 from jaxserve.core.cluster_status import Role
-from jaxserve.engine.request import Request
-from jaxserve.kv.page_table import PageTable
 from jaxserve.metrics.fluidity import Deadlines, fluidity
 from jaxserve.metrics.summaries import SequenceSummary
 from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.replicas import SimulatedReplica
 from jaxserve.simulator.simulation import Arrival
-
-_PREFILLED_S = 0.01
-"""How often moves are planned where replicas prefill; the router does so at each first token."""
-
-
-@dataclasses.dataclass
-class _Open:
-    """A request that has not ended: where it is, and under which key it counts there."""
-
-    number: int
-    arrival: Arrival
-    demand: Demand
-    replica: _RouterReplica
-    key: Hashable
-    request: Request
-    moving: bool = False
-
-
-class _RouterReplica:
-    """A replica, and its load as the router counts it. `index` is of all that there have been."""
-
-    def __init__(
-        self, index: int, simulated: SimulatedReplica, deployment: Deployment, role: Role
-    ) -> None:
-        self.index = index
-        self.simulated = simulated
-        self.simulation = simulated.simulation
-        config = deployment.config
-        num_pages = deployment.num_pages - 1
-        self.load = ReplicaLoad(num_pages, config.page_size, config.max_num_seqs, role)
-        self.requests: dict[Hashable, _Open] = {}
-        self.leaves = False
 
 
 class SimulatedCluster:
@@ -103,8 +74,8 @@ class SimulatedCluster:
         self._scaler = scaler
         self._load_us = load_us
         self._now_us = 0
-        self._present: list[_RouterReplica] = []
-        self._open: dict[int, _Open] = {}
+        self._present: list[CountedReplica] = []
+        self._open: dict[int, OpenArrival] = {}
         self._hops: dict[int, list[tuple[SimulatedReplica, str]]] = {}
         self._arrivals: list[Arrival] = []
         self._numbers = itertools.count()
@@ -113,7 +84,7 @@ class SimulatedCluster:
             role: Role = "prefill" if number < num_prefill else "decode"
             self._add(role if num_prefill else "any")
         if moves:
-            self._every(_PREFILLED_S if num_prefill else MOVE_PERIOD_S, self._begin_moves)
+            self._every(PREFILLED_S if num_prefill else MOVE_PERIOD_S, self._begin_moves)
         if deployment.config.fair_share:
             self._every(SHARE_PERIOD_S, self._share)
         if scaler is not None:
@@ -151,12 +122,12 @@ class SimulatedCluster:
 
         def acted() -> None:
             act()
-            self._at(self._now_us + period_us, acted)
+            self._after(period_us, acted)
 
-        self._at(self._now_us + period_us, acted)
+        self._after(period_us, acted)
 
-    def _at(self, time_us: int, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time_us, next(self._numbers), act))
+    def _after(self, us: int, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now_us + us, next(self._numbers), act))
 
     def _run_to(self, time_us: int) -> None:
         """Whatever happens until then."""
@@ -198,16 +169,16 @@ class SimulatedCluster:
             self._begin(replica, arrival, number, demand)
 
     def _begin(
-        self, replica: _RouterReplica, arrival: Arrival, number: int, demand: Demand
+        self, replica: CountedReplica, arrival: Arrival, number: int, demand: Demand
     ) -> None:
         """A replica gets a request, which counts there already."""
         request = replica.simulation.add(arrival, self._now_us)
-        each = _Open(number, arrival, demand, replica, (number, 0), request)
+        each = OpenArrival(number, arrival, demand, replica, (number, 0), request)
         self._open[number] = each
         self._enter(each)
 
     def _begin_pull(
-        self, pull: Pull, replica: _RouterReplica, arrival: Arrival, number: int, demand: Demand
+        self, pull: Pull, replica: CountedReplica, arrival: Arrival, number: int, demand: Demand
     ) -> bool:
         """Begins to copy a prefix to a replica, which then gets the request; False if computing it
         takes less time."""
@@ -236,16 +207,16 @@ class SimulatedCluster:
                 self.pulls.pulled(pull, num_tokens, page_size, pull_us)
             self._begin(replica, arrival, number, demand)
 
-        incoming.enter(key, num_pages, lambda: self._at(self._now_us + pull_us, copied))
+        incoming.enter(key, num_pages, lambda: self._after(pull_us, copied))
         return True
 
-    def _enter(self, each: _Open) -> None:
+    def _enter(self, each: OpenArrival) -> None:
         each.replica.requests[each.key] = each
         self._hops.setdefault(each.number, []).append(
             (each.replica.simulated, each.request.request_id)
         )
 
-    def _leave(self, each: _Open) -> None:
+    def _leave(self, each: OpenArrival) -> None:
         each.replica.load.remove(each.key)
         del each.replica.requests[each.key]
 
@@ -266,84 +237,20 @@ class SimulatedCluster:
 
         begin_moves(self._loads, movable, begin)
 
-    def _move(self, each: _Open, destination: _RouterReplica) -> None:
+    def _move(self, each: OpenArrival, destination: CountedReplica) -> None:
         """Begins to copy the KV of a request in stages; it runs on meanwhile."""
         source, key = each.replica, (each.number, len(self._hops[each.number]))
         destination.load.add(key, each.demand)  # Its pages are taken from now on.
         each.moving = True
-        page_size = self._deployment.config.page_size
-        stages = CopyStages(
-            len(each.arrival.token_ids),
-            page_size,
-            self.copies,
-            during_prefill=source.load.role == "prefill" and not each.demand.num_output,
-        )
-        source.load.num_moving += not stages.during_prefill
-        incoming = destination.load.incoming_kv
-        table: PageTable | None = None
 
-        def num_computed() -> int:
-            return source.simulation.num_staged(each.request)
-
-        def go_on() -> None:
-            """Copies what is there, or waits for more of a prompt, or has the request move."""
-            if stages.during_prefill and each.demand.num_output:
-                stages.during_prefill = False
-                source.load.num_moving += 1
-            if each.request.finished or destination.load.draining:
-                end(False)
-            elif not stages.during_prefill:
-                if stages.goes_on(num_computed() - stages.num_staged):
-                    stage()
-                else:
-                    end(True)
-            elif stages.wanted is None or num_computed() < stages.wanted:
-                self._at(self._now_us + round(_PREFILLED_S * 1e6), go_on)
-            else:
-                stage()
-
-        def stage() -> None:
-            """Copies what is there, once there is room: that of a prompt being computed, no more
-            than is there by now."""
-            if stages.during_prefill:
-                stop = num_computed()
-                num_pages = stages.num_pages(stop)
-            else:
-                stop = None
-                num_pages = each.demand.num_pages(page_size) - stages.num_staged // page_size
-            incoming.enter(key, num_pages, lambda: copy(stop))
-
-        def copy(stop: int | None) -> None:
-            nonlocal table
-            if each.request.finished or destination.load.draining:
-                arrived()
-                return
-            before, num_tokens = table, num_computed()
-            if stop is not None:
-                num_tokens = min(num_tokens, stop)
-            table = destination.simulation.stage(each.request, num_tokens, before)
-            if table is before:  # There is no room for more.
-                stages.staged(stages.num_staged)
-                arrived()
-                return
-            num_pages = stages.num_pages(num_tokens)
-            stages.staged(num_tokens)
-            link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
-            self._at(self._now_us + 2 * link_us, arrived)
-
-        def arrived() -> None:
-            incoming.leave(key)
-            go_on()
-
-        def end(moves: bool) -> None:
+        def ended(moves: bool) -> None:
             destination.load.remove(key)
             each.moving = False
-            source.load.num_moving -= not stages.during_prefill
             if not moves:
-                destination.simulation.unstage(table)
+                destination.simulation.unstage(copy.table)
                 return
             left = each.request
-            each.request = destination.simulation.resume(left, table, self._now_us)
+            each.request = destination.simulation.resume(left, copy.table, self._now_us)
             source.simulation.abort(left)
             self._leave(each)
             each.replica, each.key = destination, key
@@ -351,7 +258,10 @@ class SimulatedCluster:
             self._enter(each)
             self.num_moved += 1
 
-        go_on()
+        copy = SimulatedCopy(
+            each, destination, key, self._deployment, self.copies, self._after, ended
+        )
+        copy.go_on()
 
     # Fairness
 
@@ -364,9 +274,9 @@ class SimulatedCluster:
 
     # Autoscaling
 
-    def _add(self, role: Role = "any") -> _RouterReplica:
+    def _add(self, role: Role = "any") -> CountedReplica:
         index = len(self.replicas)
-        replica = _RouterReplica(index, self._new_replica(), self._deployment, role)
+        replica = CountedReplica(index, self._new_replica(), self._deployment, role)
         self.replicas.append(replica.simulated)
         self._present.append(replica)
         self.replica_us -= self._now_us
@@ -383,12 +293,12 @@ class SimulatedCluster:
             replica = self._add()
             replica.load.draining = True
             self.num_added += 1
-            self._at(self._now_us + self._load_us, lambda: setattr(replica.load, "draining", False))
+            self._after(self._load_us, lambda: setattr(replica.load, "draining", False))
         elif decision is not None:
             replica = self._present[decision.replica]
             replica.leaves = replica.load.draining = True
 
-    def _end(self, replica: _RouterReplica) -> None:
+    def _end(self, replica: CountedReplica) -> None:
         """Removes a replica that has drained, or has it serve again when the others fill up."""
         if self._scaler.are_full([each.load for each in self._present if each is not replica]):
             replica.leaves = replica.load.draining = False

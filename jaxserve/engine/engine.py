@@ -20,10 +20,10 @@ from jaxserve.core.requests.pooling import PoolingParams
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.engine.commands import LoadAdapter, UnloadAdapter
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.engine_weights import EngineWeights
 from jaxserve.engine.input_processor import InputProcessor, check_priority
+from jaxserve.engine.local_commands import LoadAdapter, UnloadAdapter
 from jaxserve.engine.prompts import Prompt, TokenizedPrompt
 from jaxserve.engine.replication.core import ReplicatedCore
 from jaxserve.engine.request import Request
@@ -38,14 +38,15 @@ from jaxserve.metrics.metric import Metric
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.runtime_metrics import runtime_metrics
 from jaxserve.runtime.adapters import AdapterSlots, StagedAdapter
-from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hardware.device_memory import reserve_memory
 from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.runtime.live_weights import LiveWeights
+from jaxserve.runtime.open_kv import open_kv
 from jaxserve.runtime.runner import Runner
 from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.startup.start import StartupProgress, no_progress, start
+from jaxserve.runtime.token_kv import TokenKV
 from jaxserve.runtime.weights.source import WeightSource
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
@@ -91,8 +92,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.log = log
         self.metrics = metrics
-        self._page_transfers = DevicePageTransfers(plan, runner, log)
-        self.kv = self._page_transfers.manager
+        self._kv_executor = open_kv(plan, runner, log)
+        self.kv = self._kv_executor.manager
+        self._token_kv = TokenKV(plan, runner, self._kv_executor.stores)
         self.scheduler = Scheduler(plan.scheduler, self.kv)
         self._closed: str | None = None
         _ENGINES.add(self)
@@ -112,7 +114,7 @@ class Engine:
         )
         self._core = EngineCore(
             self.scheduler,
-            self._page_transfers,
+            self._kv_executor,
             runner,
             self._input,
             log,
@@ -126,12 +128,19 @@ class Engine:
         )
         self._replicated = None if hosts is None else ReplicatedCore(self._core, self._input, hosts)
         self._driver = self._replicated or self._core
-        shared = self._core, self._page_transfers
         limit = plan.config.max_model_len
-        restorer = Restorer(*shared, self._input, tokenizer, self.adapters, limit)
+        restorer = Restorer(self._core, self._input, tokenizer, self.adapters, limit)
         facts = SnapshotFacts(plan, tokenizer)
         together = self._replicated or SingleHost(self._core)
-        access = EngineAccess(*shared, restorer, facts, self.check_open, together, self._num_hosts)
+        access = EngineAccess(
+            self._core,
+            self._token_kv,
+            restorer,
+            facts,
+            self.check_open,
+            together,
+            self._num_hosts,
+        )
         self.snapshots, self.migration = Snapshots(access), Migration(access, plan.memory)
         if self._replicated is not None:
             self._replicated.on_collective = self.snapshots.join
@@ -337,6 +346,7 @@ class Engine:
             if self._runner is not None:
                 self._runner.close()
             self._runner = None
+            self._token_kv.close()
             self.weights.close()
             self.adapters.close()
             self._closed = self._closed or "the engine was closed"

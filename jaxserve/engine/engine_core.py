@@ -24,7 +24,9 @@ from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import NO_TOKEN, DispatchedStep, StepResults
 from jaxserve.core.steps.work import causal_pairs
-from jaxserve.engine.commands import (
+from jaxserve.engine.executor import AdapterLoader, Executor, StepObserver
+from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.local_commands import (
     LoadAdapter,
     LocalCommand,
     Resume,
@@ -34,10 +36,9 @@ from jaxserve.engine.commands import (
     UseWeights,
     WakeUp,
 )
-from jaxserve.engine.executor import AdapterLoader, Executor, StepObserver, Transfers
-from jaxserve.engine.input_processor import InputProcessor
 from jaxserve.engine.output_processor import Ended, OutputProcessor
 from jaxserve.engine.request import Request, SequenceOutput, Stop
+from jaxserve.kv.kv_executor import KVExecutor
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.structured.grammar import Grammar
 
@@ -69,7 +70,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        transfers: Transfers,
+        kv_executor: KVExecutor,
         executor: Executor,
         input_processor: InputProcessor,
         log: EventLog,
@@ -78,9 +79,9 @@ class EngineCore:
     ) -> None:
         """`adapters`: if requests may have any."""
         self.scheduler = scheduler
-        self.kv = transfers.manager
+        self.kv = kv_executor.manager
         self.log = log
-        self._transfers = transfers
+        self.kv_executor = kv_executor
         self._executor = executor
         self._input = input_processor
         self._adapters = adapters
@@ -216,8 +217,8 @@ class EngineCore:
             self._touched |= self._update(executor.in_flight.popleft())
         self.scheduler.preempt_all()
         self.kv.reset()
-        self._transfers.poll()
-        self._transfers.carry_out()
+        self.kv_executor.poll()
+        self.kv_executor.carry_out()
 
     def step(self, now_us: int | None = None) -> list[Request]:
         """Schedules and dispatches a step, then reads the previous one. Returns the requests that
@@ -231,7 +232,7 @@ class EngineCore:
         planned = self._dispatch(now_us)
         in_flight = self._executor.in_flight
         if not planned and not in_flight:
-            self._transfers.wait()
+            self.kv_executor.wait()
         ahead = self._executor.steps_ahead if planned else 0
         while in_flight and self._executor.num_dispatches - in_flight[0].number >= ahead:
             touched |= self._update(in_flight.popleft())
@@ -248,7 +249,7 @@ class EngineCore:
                 self._abort(request)
         finally:  # After a step failed midway, aborting a request may raise.
             self.requests.clear()
-            self._transfers.close()
+            self.kv_executor.close()
             self._executor = None
 
     # Schedule, execute
@@ -256,10 +257,10 @@ class EngineCore:
     def _dispatch(self, now_us: int) -> bool:
         """Schedules and dispatches one step; False if there was nothing to run."""
         begin_us = self.log.now()
-        self._transfers.poll()
+        self.kv_executor.poll()
         plan = self.scheduler.schedule(now_us)
-        self._transfers.check(self.scheduler.tables)
-        self._transfers.carry_out()
+        self.kv_executor.check(self.scheduler.tables)
+        self.kv_executor.carry_out()
         for seq in plan.preempted:
             self.log.preempted(seq.seq_id)
         if plan.empty:

@@ -8,8 +8,8 @@ from collections.abc import Sequence as SequenceOf
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.signals import interrupts_held
-from jaxserve.engine.commands import Retract, Sleep, UseWeights, WakeUp
 from jaxserve.engine.engine_core import EngineCore
+from jaxserve.engine.local_commands import Retract, Sleep, UseWeights, WakeUp
 from jaxserve.runtime.live_weights import (
     LiveWeights,
     StagedWeights,

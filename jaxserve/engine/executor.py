@@ -1,9 +1,8 @@
-"""What the engine core runs on: an executor of steps, and transfers of KV pages."""
+"""What the engine core runs on: an executor of steps, an observer of them, a loader of adapters."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,8 +10,6 @@ from jaxserve.core.requests.lora import LoadedAdapter, LoRARequest
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
-from jaxserve.kv.manager import KVManager
-from jaxserve.kv.page_table import PageTable
 from jaxserve.structured.matcher import TokenMatcher
 
 if TYPE_CHECKING:
@@ -80,23 +77,3 @@ class AdapterLoader(Protocol):
     ) -> LoadedAdapter: ...
 
     def remove(self, name: str) -> None: ...
-
-
-class Transfers(Protocol):
-    """KV pages and their transfers between tiers (`kv.page_transfers.PageTransfers`)."""
-
-    manager: KVManager
-
-    def poll(self) -> None:
-        """Processes completed transfers. Called before a step is scheduled."""
-
-    def carry_out(self) -> None:
-        """Dispatches the page operations of the step just scheduled."""
-
-    def check(self, tables: Mapping[int, PageTable]) -> None:
-        """In debug mode, checks the manager's invariants."""
-
-    def wait(self) -> None:
-        """Waits briefly for a transfer when the engine is otherwise idle."""
-
-    def close(self) -> None: ...

@@ -19,6 +19,18 @@ from jaxserve.core.model_config import KVSpec
 MAX_GROUPS = 8
 """More groups would fill their pages better, and cost the host more page tables."""
 
+TRANSFER_SIZES = (1, 4, 16)
+"""Staging array sizes in pages; gather and scatter programs exist for each size."""
+
+TRANSFER_PAGES = TRANSFER_SIZES[-1]
+"""Maximum pages per transfer and per staging buffer."""
+
+
+def staged_pages(count: int) -> int:
+    """Pages copied to transfer `count` pages: staging arrays are padded to TRANSFER_SIZES."""
+    whole, rest = divmod(count, TRANSFER_PAGES)
+    return whole * TRANSFER_PAGES + (rest and next(size for size in TRANSFER_SIZES if size >= rest))
+
 
 class KVPlace(NamedTuple):
     """Where a layer's KV is: its group, and which of the arrays of pages."""

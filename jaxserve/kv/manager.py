@@ -25,10 +25,9 @@ from jaxserve.kv.host_pages import HostKV, HostPages
 from jaxserve.kv.insertion import PrefixInserter
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.match import Match, PrefixMatcher
-from jaxserve.kv.offload.offload_manager import OffloadManager, TransferCounters
+from jaxserve.kv.offload.offload_manager import OffloadManager, Transfer, TransferCounters
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
-from jaxserve.kv.offload.transfers import Operations, Transfer
 from jaxserve.kv.page_allocator import KVCounters, PageAllocator
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
@@ -43,6 +42,23 @@ class TierUsage(NamedTuple):
 
     num_used: int
     num_pages: int
+
+
+class PageOperations(NamedTuple):
+    """Device operations to run before a step, in this order.
+
+    to_host: (device, host) pages to copy, of sequences longer than the pool.
+    loads: landed transfers, whose staged pages are scattered to their target pages.
+    saves: transfers whose source pages are to be gathered.
+    copies: (source, target) pages; all sources are read before any target is written.
+    freed: pages that must not be read again before they are written.
+    """
+
+    to_host: list[tuple[int, int]]
+    loads: list[Transfer]
+    saves: list[Transfer]
+    copies: list[tuple[int, int]]
+    freed: list[int]
 
 
 class KVManager:
@@ -305,11 +321,11 @@ class KVManager:
         """Processes ended transfers and returns their handles; call before planning a step."""
         return self._offload.poll(now_us)
 
-    def operations(self) -> Operations:
+    def operations(self) -> PageOperations:
         """The device operations to run before the step just planned."""
         copies, to_host = self._allocator.take_copies(), self._allocator.take_transfers_to_host()
         copied = {target for _, target in copies}
-        return Operations(
+        return PageOperations(
             to_host=to_host,
             loads=self._offload.take_loads(),
             saves=self._offload.take_saves(),

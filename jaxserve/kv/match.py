@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.core.settings.choices import Preemption
+from jaxserve.kv.layout import staged_pages
 from jaxserve.kv.offload.rates import OffloadRates
-from jaxserve.kv.offload.transfers import staged_pages
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.prefix_cache.node import Node

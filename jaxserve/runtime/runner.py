@@ -21,7 +21,7 @@ from jaxserve.core.steps.counters import ExpertLoads, RuntimeCounters
 from jaxserve.core.steps.pipeline import Pipeline
 from jaxserve.core.steps.plan import StepPlan
 from jaxserve.core.steps.results import StepResults
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
+from jaxserve.kv.layout import TRANSFER_PAGES, TRANSFER_SIZES
 from jaxserve.models.family import Params
 from jaxserve.runtime.program_kinds import ProgramKinds
 from jaxserve.runtime.programs.compilation.executables import Programs

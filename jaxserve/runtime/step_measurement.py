@@ -28,7 +28,7 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.kv.offload.transfers import TRANSFER_SIZES
+from jaxserve.kv.layout import TRANSFER_SIZES
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
 from jaxserve.scheduler.step_time import StepLoad

@@ -19,11 +19,12 @@ import numpy as np
 
 from jaxserve.core.errors import SnapshotError
 from jaxserve.core.model_config import ModelConfig
+from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.kv.offload.stores import Store
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.tier import Tier
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 from sharding_rules import HeadLayout
 
 
@@ -107,18 +108,22 @@ class TokenKV:
 
     def __init__(
         self,
-        layouts: Sequence[PageBytesLayout],
-        shapes: ProgramShapes,
+        plan: EnginePlan,
         runner: Runner,
         stores: Mapping[Tier, Store],
     ) -> None:
-        """`layouts` are of the model, and of what drafts for it."""
+        """`stores`: the contents of the lower tiers."""
+        shapes = runner.shapes
+        layouts = [PageBytesLayout(shapes, plan.checkpoint.config, shapes.local_model)]
+        if plan.drafting_layers is not None:
+            own = plan.drafting_layers, shapes.local_draft_model
+            layouts.append(PageBytesLayout(shapes, *own, after=layouts[-1]))
         self.layouts = tuple(layouts)
         self.page_tokens = layouts[0].page_tokens
         numbers = sum(math.prod(layout.token_shape) for layout in layouts)
         self.page_bytes = self.page_tokens * numbers * layouts[0].dtype.itemsize
         self._shapes = shapes
-        self._runner = runner
+        self._runner: Runner | None = runner
         self._stores = stores
 
     def read(self, tier: Tier, pages: Sequence[int]) -> list[np.ndarray]:
@@ -166,3 +171,7 @@ class TokenKV:
     def write(self, pages: Sequence[int], content: Sequence[np.ndarray]) -> None:
         """Writes the first of what `to_pages` returns to these pages of the device."""
         self._runner.write_pages(pages, content)
+
+    def close(self) -> None:
+        """Releases the device. Idempotent."""
+        self._runner = None

@@ -12,7 +12,7 @@ from jaxserve.core.steps.buckets import Buckets, ProgramKey
 from jaxserve.core.steps.pipeline import Pipeline
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
-from jaxserve.kv.offload.transfers import staged_pages
+from jaxserve.kv.layout import staged_pages
 from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.structured.matcher import TokenMatcher

@@ -15,16 +15,16 @@ from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
-from jaxserve.engine.commands import Resume
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.local_commands import Resume
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.kv.kv_executor import KVExecutor
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.page_table import PageTable
-from jaxserve.kv.page_transfers import PageTransfers
 from jaxserve.kv.pages import PagePool
 from jaxserve.kv.tier import Tier
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
@@ -137,8 +137,8 @@ class Simulation:
         executor = SimulatedExecutor(buckets, stages, times, self.clock, token_of, acceptance)
         self.scheduler = Scheduler(SchedulerConfig.of(config, buckets, prefix_cost), manager)
         self._input = InputProcessor(config, None, _VOCAB_SIZE, frozenset(), self.log.now)
-        transfers = PageTransfers(manager, worker, executor, self.log, debug=config.debug_kv)
-        self.core = EngineCore(self.scheduler, transfers, executor, self._input, self.log, ())
+        kv = KVExecutor(manager, worker, executor, self.log, debug=config.debug_kv)
+        self.core = EngineCore(self.scheduler, kv, executor, self._input, self.log, ())
 
     def run(self, arrivals: Iterable[Arrival]) -> list[Request]:
         """Serves requests to the end, in order of arrival. The engine takes them between steps.

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxserve.kv.layout import TRANSFER_SIZES
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue
-from jaxserve.kv.offload.transfers import TRANSFER_SIZES
 from jaxserve.kv.tier import Tier
 from jaxserve.simulator.executor import VirtualClock
 

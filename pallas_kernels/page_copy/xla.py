@@ -31,7 +31,7 @@ from pallas_kernels.page_copy.rows import elements_of_each, row_dtype, to_elemen
 from pallas_kernels.platforms import by_platform
 
 if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.api import Pages
+    from pallas_kernels.paged_attention.layout import Pages
 
 
 def gather_pages(layers: Sequence[Pages], page_ids):

@@ -20,7 +20,7 @@ from jaxserve.offline.offload_policy import (
     PolicyRates,
     Problem,
 )
-from jaxserve.runtime.hardware.host_attention import HostRates
+from jaxserve.runtime.hardware.host_cpu import HostRates
 from jaxserve.runtime.planning.host_attention import HostAttention, HostReads
 
 

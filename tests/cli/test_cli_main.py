@@ -21,8 +21,8 @@ from jaxserve.cli.arguments.chosen import chosen
 from jaxserve.cli.arguments.errors import in_flags
 from jaxserve.cli.plan import Plan
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.progress import TerminalProgress
 
 COMMANDS = ("generate", "chat", "bench", "plan", "simulate", "profile", "compile", "convert")
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
-from jaxserve.cluster import mover, open_requests, staged_copy
+from jaxserve.cluster import open_requests, request_moves, staged_copy
 from jaxserve.cluster.policies.copies import LAST_TOKENS
 from jaxserve.cluster.policies.incoming_kv import IncomingKV
-from jaxserve.cluster.policies.migration import MAX_MOVES
+from jaxserve.cluster.policies.moves import MAX_MOVES
 from jaxserve.cluster.router import Router
 from jaxserve.core.cluster_status import RestartStatus
 from jaxserve.core.errors import RestartError
@@ -148,10 +148,10 @@ def test_few_moves_are_begun_at_a_time(llama, cluster, monkeypatch):
             await asyncio.sleep(0.002)
         room, source.immovable = destination.load.max_num_seqs, False
         destination.load.max_num_seqs = num_sent
-        mover._begin_moves(pool._replicas, pool.requests)
+        request_moves.move_once(pool._replicas, pool.requests)
         counts = [source.load.num_moving]
         source.load.draining = True
-        mover._begin_moves(pool._replicas, pool.requests)
+        request_moves.move_once(pool._replicas, pool.requests)
         counts.append(source.load.num_moving)
         source.load.draining, destination.load.max_num_seqs = False, room
         return counts, sum(request.moving for request in source.requests.values())
@@ -268,8 +268,8 @@ def test_a_rolling_restart_loses_no_request(llama, llm, cluster, monkeypatch):
     router, replicas = cluster
     params = dataclasses.replace(SEEDED, max_tokens=60, n=2)
     prompts = [llama.prompts[index] for index in (5, 6)]  # Each replica has room for both.
-    period_s = mover.PERIOD_S
-    monkeypatch.setattr(mover, "PERIOD_S", 0.002)
+    period_s = request_moves.MOVE_PERIOD_S
+    monkeypatch.setattr(request_moves, "MOVE_PERIOD_S", 0.002)
     expected = [llm.generate(each, params, use_tqdm=False)[0] for each in prompts]
 
     async def scenario():

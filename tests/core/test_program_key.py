@@ -139,7 +139,7 @@ def test_all_of_ours_that_the_program_functions_import_is_digested():
     digested = {str(path.relative_to(ROOT)) for path in program_sources()}
     assert {str(path.relative_to(ROOT)) for path in files} <= digested
     assert {
-        "jaxserve/kv/offload/transfers.py",
+        "jaxserve/kv/layout.py",
         "jaxserve/structured/bitmask.py",
         "sharding_rules/rules.py",
         "pallas_kernels/paged_attention/gpu/attention.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = map(str, (Path(__file__).parent, Path(__file__).parents[1]))
+sys.path[:0] = map(str, (Path(__file__).parent, Path(__file__).parents[1] / "helpers"))
 
 
 def pytest_configure(config):

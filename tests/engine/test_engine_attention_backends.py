@@ -12,7 +12,7 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware.devices import DescribedDevice
-from jaxserve.runtime.program_kinds import check_attention
+from jaxserve.runtime.startup.attention_backend import check_attention_backend
 from jaxserve.runtime.startup.engine_plan import plan_described
 from pallas_kernels import backends
 
@@ -71,7 +71,7 @@ def test_what_the_kernel_cannot_do_for_a_draft_model_is_refused_too(tmp_path, mo
             config_of(64), attention_backend="pallas", speculative_config=drafts, max_num_seqs=2
         )
         planned = plan_described(config, DescribedDevice("tpu", "TPU v5 lite", 1 << 34))
-        check_attention(planned.shapes)
+        check_attention_backend(planned.shapes)
 
     monkeypatch.setattr(backends, "target", lambda: ("tpu", "TPU v5 lite", False))
     check(128)

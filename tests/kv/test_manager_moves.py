@@ -7,7 +7,7 @@ from kv_bench import OTHER, PROMPT, Bench
 from kv_world import Sample
 
 from jaxserve.kv.invariants import check_invariants
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.kv.tier import Tier
 
 # Out and back

@@ -115,7 +115,7 @@ def _members() -> dict[str, dict[str, Any]]:
 @functools.cache
 def _on_meshes() -> dict[str, str]:
     """Members to the mesh on which their tokens are compared."""
-    with_experts = _assigned("test_mesh_moe.py", "MESHES")
+    with_experts = _assigned("weights/test_mesh_moe.py", "MESHES")
     meshes = {member: mesh for member, (mesh, _) in with_experts.items()}
     return _assigned("test_mesh_answers.py", "FAMILIES") | meshes
 

@@ -72,7 +72,7 @@ def test_a_start_shows_its_progress_without_widgets(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     source = """
-from jaxserve.runtime.progress import TerminalProgress
+from jaxserve.core.process.terminal_progress import TerminalProgress
 with TerminalProgress() as progress:
     assert progress.draws
     progress("weights", 1, 2)

@@ -47,7 +47,7 @@ def test_pages_come_from_disk_or_are_computed_again(smollm2_path, tmp_path):
                 break
             evict_all(llm.engine)
             if turn == 1:  # All that was written is gone.
-                os.ftruncate(llm.engine._page_transfers._stores[Tier.DISK]._file.fileno(), 0)
+                os.ftruncate(llm.engine._kv_executor.stores[Tier.DISK]._file.fileno(), 0)
         first, from_disk, damaged = cached
         assert first == damaged == 0 < from_disk
         assert llm.get_metrics()["jaxserve:kv_fallbacks_total"].value["failed"] > 0

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.runtime.hardware.host_attention import HostRates, measure
+from jaxserve.runtime.hardware.host_cpu import HostRates, measure
 from jaxserve.runtime.planning.host_attention import HostReads
 from pallas_kernels.paged_attention import PageLayout
 

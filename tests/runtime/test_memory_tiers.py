@@ -12,8 +12,7 @@ import pytest
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.layout import TRANSFER_PAGES, KVLayout
 from jaxserve.models.loading.params import params_bytes
 from jaxserve.models.registry import param_specs
 from jaxserve.runtime.hardware import device_memory

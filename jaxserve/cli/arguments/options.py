@@ -18,9 +18,9 @@ from jaxserve.cli.arguments.values import (
 )
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.logs import LogLevel
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
-from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM

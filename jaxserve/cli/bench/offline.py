@@ -14,13 +14,13 @@ from jaxserve.core.errors import ConfigError, ModelError
 from jaxserve.core.events import Dispatched
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.tables import table
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.metrics.device_idle import DeviceIdle
 from jaxserve.metrics.metrics import Metrics
 from jaxserve.metrics.perfetto import write_trace
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, RunSummary
-from jaxserve.runtime.progress import TerminalProgress
 
 if TYPE_CHECKING:
     from jaxserve.cli.planning.limits import Limits

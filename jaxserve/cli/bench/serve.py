@@ -22,9 +22,9 @@ from jaxserve.cli.terminal.text import milliseconds
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.output_file import check_output_file
 from jaxserve.core.process.signals import INTERRUPTED
+from jaxserve.core.process.terminal_progress import TerminalProgress
 from jaxserve.loadgen.results import RequestResult, Summary
 from jaxserve.loadgen.trace import TraceRequest
-from jaxserve.runtime.progress import TerminalProgress
 from jaxserve.simulator.deployments import slo as limits
 
 if TYPE_CHECKING:

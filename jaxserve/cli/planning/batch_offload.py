@@ -206,7 +206,7 @@ def _lengths(llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings
 
 def _may_keep_kv_on_host(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether KV of this model may be on the host, and its time there can be measured."""
-    from jaxserve.runtime.hardware.host_attention import host_device
+    from jaxserve.runtime.hardware.host_cpu import host_device
     from jaxserve.runtime.startup.engine_plan import check_host_kv
 
     try:

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from jaxserve.cluster.fair_sharing import share_fairly
-from jaxserve.cluster.mover import move_requests
-from jaxserve.cluster.open_requests import OpenRequests, ignore_lost
+from jaxserve.cluster.open_requests import OpenRequests
 from jaxserve.cluster.policies.autoscale import Autoscaler
 from jaxserve.cluster.pool.pool_metrics import pool_metrics, replica_metrics
 from jaxserve.cluster.pool.resize import Resize, resized
@@ -24,9 +23,11 @@ from jaxserve.cluster.pool.scaling import Scaling
 from jaxserve.cluster.replicas.replica_client import (
     ReplicaClient,
     ReplicaSilentError,
+    ignore_lost,
     wait_until_unresponsive,
 )
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
+from jaxserve.cluster.request_moves import move_requests
 from jaxserve.cluster.tasks import Tasks
 from jaxserve.core.cluster_status import ClusterStatus, Role
 from jaxserve.core.engine_info import EngineInfo

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.cluster.open_requests import OpenRequests
-from jaxserve.cluster.policies.migration import plan_moves
+from jaxserve.cluster.policies.moves import plan_moves
 from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica
 from jaxserve.cluster.staged_copy import COPY_S
 from jaxserve.core.cluster_status import ResizeStatus

@@ -13,7 +13,7 @@ from jaxserve.cluster.policies.dispatch import ReplicaLoad
 from jaxserve.cluster.replicas.routed_replica import RoutedReplica
 from jaxserve.core.cluster_status import ScalingStatus
 
-PERIOD_S = 0.5
+SCALE_PERIOD_S = 0.5
 POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Scaling:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(SCALE_PERIOD_S)
             if not self._may_change():
                 continue
             decision = self._policy.decide(self._loads(), time.monotonic())

@@ -25,7 +25,7 @@ from jaxserve.engine.output_queue import OutputStream, Update
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.snapshot.migration import max_takes
 from jaxserve.engine.snapshot.requests import RequestSnapshot
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.metrics.metric import Metric
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
 from jaxserve.runtime.hardware.device_memory import host_share

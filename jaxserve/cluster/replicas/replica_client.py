@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Coroutine, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
 from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
-from jaxserve.core.errors import JaxserveError, ReplicaLostError
+from jaxserve.core.errors import EngineClosedError, JaxserveError, ReplicaLostError
 from jaxserve.core.requests.lora import LoRARequest
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import Update
@@ -89,3 +90,9 @@ async def wait_until_unresponsive(client: ReplicaClient) -> JaxserveError:
         finally:
             ping.cancel()
         await asyncio.sleep(PING_S)
+
+
+async def ignore_lost(work: Coroutine[Any, Any, object]) -> None:
+    """Does nothing about a lost replica, whose updates say so too."""
+    with contextlib.suppress(ReplicaLostError, EngineClosedError):
+        await work

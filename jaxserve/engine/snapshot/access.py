@@ -20,14 +20,14 @@ from jaxserve.engine.snapshot.stream import PartReader
 
 if TYPE_CHECKING:
     from jaxserve.engine.replication.core import ReplicatedCore
-    from jaxserve.runtime.device_page_transfers import DevicePageTransfers
+    from jaxserve.runtime.token_kv import TokenKV
 
 
 class EngineAccess:
     """The requests and KV of one engine, and the way in for those of another.
 
     Attributes:
-        core, page_transfers, restorer, facts: the engine's.
+        core, token_kv, restorer, facts: the engine's.
         check_open: raises EngineClosedError when the engine is closed.
         hosts: what has all hosts do something together.
     """
@@ -35,19 +35,14 @@ class EngineAccess:
     def __init__(
         self,
         core: EngineCore,
-        page_transfers: DevicePageTransfers,
+        token_kv: TokenKV,
         restorer: Restorer,
         facts: SnapshotFacts,
         check_open: Callable[[], None],
         hosts: SingleHost | ReplicatedCore,
         num_hosts: int,
     ) -> None:
-        self.core, self.page_transfers, self.restorer, self.facts = (
-            core,
-            page_transfers,
-            restorer,
-            facts,
-        )
+        self.core, self.token_kv, self.restorer, self.facts = core, token_kv, restorer, facts
         self.check_open, self.hosts = check_open, hosts
         self._num_hosts = num_hosts
 
@@ -99,7 +94,7 @@ class EngineAccess:
         """The KV of sequences, from token `start` on and before `stop`, and with `cache` that of
         the prefix cache."""
         prefixes = self.prefixes(sequences, cache, start, stop)
-        return kv_entries(prefixes, self.page_transfers.token_kv())
+        return kv_entries(prefixes, self.token_kv)
 
     def prefixes(
         self,
@@ -118,7 +113,7 @@ class EngineAccess:
         """The KV of a snapshot. That of another engine's drafter is not used."""
         return SavedKV(
             reader,
-            pages=self.page_transfers.token_kv(),
+            pages=self.token_kv,
             hosts=self.hosts,
             with_drafts=self.facts.can_use_draft_kv(reader.facts),
         )

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxserve.core.sequence import Sequence as EngineSequence
+from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.prefix_cache.prefix_tree import unpack_tokens
 from jaxserve.kv.tier import Tier

@@ -26,8 +26,8 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.restorer import Contents, Tables, cached_table
 from jaxserve.engine.snapshot.saved_kv import SavedKV
 from jaxserve.engine.snapshot.stream import PartReader, encode_parts
+from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.kv.offload.stores import PageCorruptError
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.tier import Tier
 
@@ -119,7 +119,7 @@ class Migration:
         needed = cdiv(len(places), TRANSFER_PAGES)
         if needed > room or any(tier is not Tier.DEVICE for tier, _ in places):
             return iter([*self.export_request(request_id, with_kv, start, stop)])
-        taken = TakenPages(places, self._engine.page_transfers.token_kv())
+        taken = TakenPages(places, self._engine.token_kv)
         self._taken.add(taken)
         states = self._engine.states([request])
         entries = itertools.chain([("requests", states)], kv_entries(prefixes, taken))
@@ -257,7 +257,7 @@ class Migration:
                 places = [node.nearest for node in nodes]
                 known = list(token_ids[:num_tokens])
                 prefixes.append(Prefix(num_tokens, places, salt=salt.decode(), token_ids=known))
-        entries = kv_entries(prefixes, self._engine.page_transfers.token_kv())
+        entries = kv_entries(prefixes, self._engine.token_kv)
         exported = encode_parts(self._engine.facts.ours, entries)
         return self._while_unchanged(exported, self._engine.core.num_page_changes)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxserve.core.errors import AdapterError, OverloadedError, RequestError, SnapshotError
 from jaxserve.core.process.signals import interrupts_held
 from jaxserve.core.sequence import SharedPrefix
-from jaxserve.engine.commands import Resume
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.input_processor import InputProcessor
+from jaxserve.engine.local_commands import Resume
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.saved_kv import SavedKV
@@ -20,7 +20,6 @@ from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.runtime.adapters import AdapterSlots
-    from jaxserve.runtime.device_page_transfers import DevicePageTransfers
 
 Tables = dict[tuple[str, int], PageTable]
 """Page tables by request id and index of a sequence, with the KV pinned that was written for it."""
@@ -39,7 +38,6 @@ class Restorer:
     def __init__(
         self,
         core: EngineCore,
-        page_transfers: DevicePageTransfers,
         input_processor: InputProcessor,
         tokenizer: Tokenizer,
         adapters: AdapterSlots,
@@ -49,7 +47,6 @@ class Restorer:
         self._max_model_len = max_model_len
         self._input = input_processor
         self._core = core
-        self._page_transfers = page_transfers
         self._adapters = adapters
 
     def built(self, states: list[RequestSnapshot], now_us: int | None = None) -> list[Request]:
@@ -142,7 +139,7 @@ class Restorer:
 
         try:
             if contents.kv is not None:
-                contents.kv.restore(kv, table_of, self._page_transfers.settle)
+                contents.kv.restore(kv, table_of, self._core.kv_executor.settle)
             finish()
         except BaseException:
             for table in tables.values():

@@ -22,8 +22,8 @@ from jaxserve.core.errors import SnapshotError
 from jaxserve.engine.snapshot.files import RowsMissing
 from jaxserve.engine.snapshot.kv import NAMES
 from jaxserve.engine.snapshot.multi_host import SingleHost, raise_on_all_hosts
+from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.kv.manager import KVManager
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.pages import TRASH_PAGE
 

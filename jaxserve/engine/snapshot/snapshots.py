@@ -141,7 +141,7 @@ class Snapshots:
         if not with_kv:
             return
         with hosts.with_timeout():
-            self._engine.page_transfers.settle()
+            self._engine.core.kv_executor.settle()
         sequences = [*core.scheduler.running, *core.scheduler.waiting]
         entries = self._engine.kv(sequences, cache=core.kv.prefix_caching)
         goes_on = True

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.core.arithmetic import cdiv
+from jaxserve.kv.layout import TRANSFER_PAGES, staged_pages
 from jaxserve.kv.offload.rates import OffloadRates
 from jaxserve.kv.offload.transfer_worker import TransferHandle, TransferQueue, TransferState
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES, Transfer, staged_pages
 from jaxserve.kv.page_table import PageTable
 from jaxserve.kv.prefix_cache.node import Node, NodeState
 from jaxserve.kv.prefix_cache.node_states import NodeStates
@@ -34,6 +34,28 @@ class TransferCounters:
     lost_pages: int = 0
     failed_transfers: int = 0
     slow_transfers: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Transfer:
+    """A transfer of the pages of at most TRANSFER_PAGES nodes from one tier to another.
+
+    A transfer to the device fills pages of `table`, from its page `first` on. When it has landed,
+    the first `num_shared` nodes own those pages; a last node beyond them is only copied from.
+    """
+
+    source: Tier
+    target: Tier
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    source_pages: list[int] = dataclasses.field(default_factory=list)
+    target_pages: list[int] = dataclasses.field(default_factory=list)
+    num_shared: int = 0
+    table: PageTable | None = None
+    first: int = 0
+    handle: TransferHandle | None = None
+    deadline_us: int | None = None
+    awaited: bool = True
+    """Whether it is worth waiting for; its pages are released when its handle ends either way."""
 
 
 class OffloadManager:

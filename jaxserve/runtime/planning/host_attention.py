@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from jaxserve.runtime.hardware.host_attention import HostRates
+from jaxserve.runtime.hardware.host_cpu import HostRates
 
 
 class HostSeconds(NamedTuple):

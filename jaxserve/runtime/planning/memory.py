@@ -12,8 +12,7 @@ from jaxserve.core.errors import MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.kv.host_pages import HostKV
-from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.layout import TRANSFER_PAGES, KVLayout
 from jaxserve.runtime.hardware.device_memory import free_on_host, host_share, usable_memory
 from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.planning.shadow import ShadowSizes

@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxserve.core.steps.plan import ScheduledChunk
-from jaxserve.kv.layout import KVLayout
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES, TRANSFER_SIZES
+from jaxserve.kv.layout import TRANSFER_PAGES, TRANSFER_SIZES, KVLayout
 from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan

@@ -24,18 +24,18 @@ from jaxserve.runtime.hardware.devices import (
     engine_devices,
     engine_mesh,
 )
-from jaxserve.runtime.hardware.host_attention import host_device
+from jaxserve.runtime.hardware.host_cpu import host_device
 from jaxserve.runtime.hardware.hosts import Hosts
 from jaxserve.runtime.planning.alternatives import Changes, refusal
 from jaxserve.runtime.planning.memory import MemoryPlan, gib, plan_memory
 from jaxserve.runtime.planning.shadow import CHUNK
-from jaxserve.runtime.program_kinds import check_attention
 from jaxserve.runtime.programs.compilation.executable_cache import ExecutableCache
 from jaxserve.runtime.programs.compilation.executables import Programs
 from jaxserve.runtime.programs.forward.forward_programs import block_bytes
 from jaxserve.runtime.programs.forward.step_work import prefix_cost
 from jaxserve.runtime.programs.shapes.params import partitioned, partitioned_adapters
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
+from jaxserve.runtime.startup.attention_backend import check_attention_backend
 from jaxserve.runtime.startup.drafters import drafting, drafting_layers, open_drafter
 from jaxserve.runtime.startup.loading import layer_file
 from jaxserve.runtime.weights.stores import check_room
@@ -324,7 +324,7 @@ def accept(decided: EnginePlan, hosts: Hosts | None = None) -> EnginePlan:
     if memory.disk_weights_bytes:
         layer_file(decided.checkpoint, decided.shapes).check_room()
     shapes = _with_pool(decided.shapes, memory)
-    _check_backend(shapes)
+    check_attention_backend(shapes)
     _ = shapes.processors  # Fail now, not while programs compile.
     return dataclasses.replace(decided, shapes=shapes, memory=memory)
 
@@ -340,18 +340,6 @@ def _with_pool(shapes: ProgramShapes, memory: MemoryPlan) -> ProgramShapes:
     )
 
 
-def _check_backend(shapes: ProgramShapes) -> None:
-    """Raises ConfigError for an explicit backend without support; "auto" only warns."""
-    if shapes.config.attention_backend == "pallas":
-        if shapes.attention_backend != "pallas":
-            raise ConfigError(
-                "attention_backend is 'pallas', but no kernel attends along the paths of trees of "
-                "drafts with batch_invariant=True; leave attention_backend out, or draft one guess "
-                "of each token."
-            )
-        check_attention(shapes)
-
-
 def _refusal(decided: EnginePlan) -> MemoryPlanError:
     """The error for a plan that does not fit, with alternatives that do."""
     config, device, checkpoint = decided.config, decided.device, decided.checkpoint
@@ -364,7 +352,7 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
                 return None
             mesh = described_mesh(changed)
             other = decide_on(device, mesh, changed, checkpoint, decided.draft_checkpoint)
-            _check_backend(other.shapes)
+            check_attention_backend(other.shapes)
             if config.weights_on == "device":
                 check_room(other.memory.disk_weights_bytes * other.memory.num_devices)
         except (ConfigError, MemoryPlanError):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.core.model_config import LayerKind
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.planning.memory import KV_WINDOW
 from jaxserve.runtime.programs.device_state import DeviceState

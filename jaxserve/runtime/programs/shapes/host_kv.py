@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
-from jaxserve.runtime.hardware.host_attention import host_device, measure
+from jaxserve.runtime.hardware.host_cpu import host_device, measure
 from jaxserve.runtime.planning.host_attention import HostAttention, HostRates, HostReads
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
 from jaxserve.runtime.programs.shapes.kv import KVShapes

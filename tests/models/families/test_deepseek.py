@@ -21,7 +21,7 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import get_family, param_specs
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "families.json").read_text("utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "families.json").read_text("utf-8"))
 V3 = DEEPSEEK_V3 | {"quantization_config": None}
 V2 = V3 | {
     "architectures": ["DeepseekV2ForCausalLM"],

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 from jaxserve.core.events import EventLog
 from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.manager import KVManager
+from jaxserve.kv.offload.stores import Store
 from jaxserve.kv.offload.transfer_worker import TransferQueue, TransferState
 from jaxserve.kv.page_table import PageTable
+from jaxserve.kv.tier import Tier
 
 _STAGING_WAIT_US = 100_000
 """How long a step waits for a staging buffer before it drops the save: too short for streaming
@@ -43,8 +45,13 @@ class PageDevice(Protocol):
         """Fills pages with NaN, to expose reads before writes."""
 
 
-class PageTransfers:
-    """An engine's KV manager, with the device and the transfer queue that it plans for."""
+class KVExecutor:
+    """Carries out what an engine's KV manager plans, on the device and by the transfer queue.
+
+    Attributes:
+        manager: makes the plans.
+        stores: the contents of the lower tiers, empty where transfers are simulated.
+    """
 
     def __init__(
         self,
@@ -53,10 +60,12 @@ class PageTransfers:
         device: PageDevice,
         log: EventLog,
         *,
+        stores: Mapping[Tier, Store] | None = None,
         debug: bool = False,
     ) -> None:
         """`worker` is None without lower tiers. `debug` checks invariants and poisons pages."""
         self.manager = manager
+        self.stores = dict(stores or {})
         self._worker = worker
         self._device = device
         self._log = log
@@ -117,7 +126,10 @@ class PageTransfers:
             self._worker.wait(_IDLE_WAIT_US)
 
     def close(self) -> None:
-        """Ends the transfers and releases the device. Idempotent."""
+        """Ends the transfers, frees the lower tiers and releases the device. Idempotent."""
         self._device = None
         if self._worker is not None:
             self._worker.close()
+        for store in self.stores.values():
+            store.close()
+        self.stores.clear()

@@ -62,7 +62,7 @@ FULL = SamplingParams(
 )
 """One of each, so that a preempted sequence has all of its state to restore."""
 
-_GOLDEN = Path(__file__).parent / "models" / "golden" / "families.json"
+_GOLDEN = Path(__file__).parents[1] / "models" / "golden" / "families.json"
 
 
 @dataclasses.dataclass(eq=False)

@@ -22,7 +22,7 @@ from jaxserve.engine.snapshot.migration import Migration
 from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.engine.snapshot.saved_kv import SavedKV
 from jaxserve.engine.snapshot.stream import PartReader
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.layout import TRANSFER_PAGES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, seed=5)
@@ -307,7 +307,7 @@ def test_pages_on_a_lower_tier_come_along(llama, alone, engines):
     (seq,) = preemptible(source.engine)
     source.engine.scheduler.preempt(seq)
     source.engine.kv.evict(source.engine.kv.pool.capacity)
-    source.engine._page_transfers.settle()
+    source.engine._kv_executor.settle()
     assert count(source.engine, "kv_pages", "cached") == 0
     parts = list(source.export_request(stream.request_id))
     computed, output = prefilled(target.engine, lambda: target.import_request(parts).result())
@@ -453,7 +453,7 @@ def test_a_request_too_long_for_the_other_engine(llama, engines, kv_llm_for):
 
 def test_kv_of_another_shape_is_refused(llama, engines):
     _, target = engines
-    pages = target.engine._page_transfers.token_kv()
+    pages = target.engine._token_kv
     with pytest.raises(SnapshotError, match="float16"):
         shape = 1, 2 * PAGE_SIZE, *pages.layouts[0].token_shape
         pages.to_pages([np.zeros(shape, np.float16)])

@@ -79,7 +79,7 @@ def test_what_fails_the_run_of_a_suite(tmp_path, monkeypatch, source, reasons, s
 
 
 def test_every_test_of_ours_that_the_page_names_is_there():
-    named = re.findall(r"`(tests/\w+/test_\w+\.py)", TEXT)
+    named = re.findall(r"`(tests/[\w/]+/test_\w+\.py)", TEXT)
     assert named and all((ROOT / path).is_file() for path in named)
 
 

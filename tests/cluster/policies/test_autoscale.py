@@ -9,7 +9,7 @@ from test_migration import carry_out
 
 from jaxserve.cluster.policies.autoscale import ADD_AFTER_S, REMOVE_AFTER_S, Autoscaler, Removal
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad, dispatch
-from jaxserve.cluster.policies.migration import plan_moves
+from jaxserve.cluster.policies.moves import plan_moves
 
 PAGES, SLOTS = 60, 8
 

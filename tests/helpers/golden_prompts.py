@@ -12,7 +12,7 @@ from tiny_engines import TinyModel
 
 from jaxserve.core.requests.outputs import RequestOutput
 
-GOLDEN = Path(__file__).parent / "models" / "golden" / "smollm2_greedy.json"
+GOLDEN = Path(__file__).parents[1] / "models" / "golden" / "smollm2_greedy.json"
 DECIDED = 1e-3
 """A lead of one logit over the next that another order of summation in float32 cannot take back."""
 

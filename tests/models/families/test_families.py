@@ -20,7 +20,7 @@ from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.params import load_params
 from jaxserve.models.registry import ARCHITECTURES, get_family
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from test_dispatch import demand_of, loads, prompt
 
 from jaxserve.cluster.policies.copies import LAST_TOKENS, MAX_STAGES, CopyCounts, CopyStages
 from jaxserve.cluster.policies.dispatch import ReplicaLoad, dispatch
-from jaxserve.cluster.policies.migration import (
+from jaxserve.cluster.policies.moves import (
     MAX_MOVES,
     MOVE_HIGH_FREENESS,
     MOVE_LOW_FREENESS,

@@ -1,4 +1,4 @@
-"""Startup progress, on stderr, so that stdout holds only the output."""
+"""Progress of startup, training and other long work, on stderr: stdout holds only the output."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ class Copies:
     def wrap(self, name, around):
         """Has `around(copy, *arguments)` called in place of a copy: download, upload, or
         a tier's read or write."""
-        page_transfers = self.engine._page_transfers
+        kv_executor = self.engine._kv_executor
         if name in ("download", "upload"):
-            owner, name = page_transfers._worker, f"_{name}"
+            owner, name = kv_executor._worker, f"_{name}"
         else:
             tier, name = name.split()
-            owner = page_transfers._stores[Tier(tier)]
+            owner = kv_executor.stores[Tier(tier)]
         copy = getattr(owner, name)
         self._monkeypatch.setattr(owner, name, lambda *given: around(copy, *given))
 
@@ -262,7 +262,7 @@ def test_a_damaged_page_is_computed_again(llama, alone, disk_llm, damage):
     generate(disk_llm, prompt, SEEDED)
     evict_all(engine)
     assert count(engine, "kv_offload_pages", "disk") > 25
-    damage(engine._page_transfers._stores[Tier.DISK])
+    damage(engine._kv_executor.stores[Tier.DISK])
     before = fallbacks(engine)["failed"]
     output = generate(disk_llm, prompt, SEEDED)
     assert token_ids(output) == alone.tokens(prompt, SEEDED)
@@ -279,7 +279,7 @@ def test_what_comes_before_a_damaged_page_is_used(llama, alone, disk_llm):
     engine = disk_llm.engine
     generate(disk_llm, prompt, SEEDED)
     evict_all(engine)
-    store = engine._page_transfers._stores[Tier.DISK]
+    store = engine._kv_executor.stores[Tier.DISK]
     path = nodes_of(engine, prompt)
     offset = path[18].lower[Tier.DISK] * store.page_bytes
     os.pwrite(store._file.fileno(), b"damaged", offset)
@@ -359,7 +359,7 @@ def test_a_disk_that_is_full_in_earnest(llama, alone, disk_llm):
     """The system's own refusal, by the limit on the size of files."""
     llm = disk_llm
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    page_bytes = llm.engine._page_transfers._stores[Tier.DISK].page_bytes
+    page_bytes = llm.engine._kv_executor.stores[Tier.DISK].page_bytes
     before = fallbacks(llm.engine)["failed"]
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -379,7 +379,7 @@ def test_closing_while_pages_move(llama):
     threads = threading.active_count()
     llm = llama.load(debug_kv=True, preemption="swap", host_kv_bytes=1 << 16)
     release = threading.Event()
-    llm.engine._page_transfers._worker._download = lambda staging: (
+    llm.engine._kv_executor._worker._download = lambda staging: (
         release.wait(5) and np.asarray(staging)
     )
     generate(llm, llama.prompts[-1], dataclasses.replace(SEEDED, max_tokens=2))
