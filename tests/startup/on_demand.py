@@ -24,6 +24,7 @@ MAX_LOADED = 300
 """Executables kept: each has some 70 memory maps, and a process may have 65,530."""
 _build = Compilation._build
 _read = ExecutableCache._read
+_store = ExecutableCache.store
 _loaded: collections.OrderedDict[tuple[int, int], jax.stages.Compiled | None]
 _loaded = collections.OrderedDict()
 _thread = threading.local()
@@ -63,16 +64,34 @@ def _postpone(compilation: Compilation, spec: ProgramSpec) -> Program:
 def _read_once(cache: ExecutableCache, path: Path) -> jax.stages.Compiled | None:
     """Engines of one process share executables, since to load one takes tens of milliseconds."""
     try:
-        stat = path.stat()
+        file = _identity(path)
     except OSError:
         return None
-    file = (stat.st_ino, stat.st_mtime_ns)
     if file not in _loaded:
-        _loaded[file] = _read(cache, path)
+        _keep(file, _read(cache, path))
     _loaded.move_to_end(file)
+    return _loaded[file]
+
+
+def _store_and_keep(
+    cache: ExecutableCache, name: str, entry: Path, compiled: jax.stages.Compiled
+) -> None:
+    """The next engine of this process has it, and not one that is made of the file."""
+    _store(cache, name, entry, compiled)
+    with contextlib.suppress(OSError):  # It could not be stored.
+        _keep(_identity(entry), compiled)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """That of all links to a file."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _keep(file: tuple[int, int], compiled: jax.stages.Compiled | None) -> None:
+    _loaded[file] = compiled
     if len(_loaded) > MAX_LOADED:
         _loaded.popitem(last=False)
-    return _loaded[file]
 
 
 def install() -> None:
@@ -80,6 +99,7 @@ def install() -> None:
     one starts (by sitecustomize.py)."""
     Compilation._build = _postpone
     ExecutableCache._read = _read_once
+    ExecutableCache.store = _store_and_keep
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {"TESTS_COMPILE": "on demand", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -87,12 +107,12 @@ def install() -> None:
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
     """Engines made meanwhile compile ahead, and so do those of processes started meanwhile."""
-    before = Compilation._build, ExecutableCache._read
-    Compilation._build, ExecutableCache._read = _build, _read
+    before = Compilation._build, ExecutableCache._read, ExecutableCache.store
+    Compilation._build, ExecutableCache._read, ExecutableCache.store = _build, _read, _store
     environment = os.environ.pop("TESTS_COMPILE", None)
     try:
         yield
     finally:
-        Compilation._build, ExecutableCache._read = before
+        Compilation._build, ExecutableCache._read, ExecutableCache.store = before
         if environment is not None:
             os.environ["TESTS_COMPILE"] = environment
