@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _read = ExecutableCache._read
 _store = ExecutableCache.store
 _loaded: collections.OrderedDict[tuple[int, int], jax.stages.Compiled | None]
 _loaded = collections.OrderedDict()
+_files: dict[Hashable, Path] = {}
+"""Where an executable is, by what its program is made of."""
 _thread = threading.local()
 
 
@@ -43,7 +46,7 @@ class _OnDemand:
             if self._compiled is None:
                 _thread.compiles = True
                 try:
-                    self._compiled = _build(self._compilation, self._spec)
+                    self._compiled = _build_once(self._compilation, self._spec)
                 finally:
                     _thread.compiles = False
             return self._compiled
@@ -59,6 +62,41 @@ def is_compiling() -> bool:
 
 def _postpone(compilation: Compilation, spec: ProgramSpec) -> Program:
     return Program(spec.name, _OnDemand(compilation, spec), 0, 0, from_cache=False)
+
+
+def _build_once(compilation: Compilation, spec: ProgramSpec) -> Program:
+    """Engines of one process whose settings differ have many programs in common. The product lowers
+    each of them to find that out; here one is found by its function and arguments."""
+    cache = compilation._cache
+    if cache is None or not spec.cached_by_name or spec.elsewhere:
+        return _build(compilation, spec)
+    file = cache.directory / spec.name
+    if file.exists():
+        return _build(compilation, spec)
+    arrays, tree = jax.tree.flatten(spec.arguments())
+    key = (
+        *(spec.name, _identity_of(spec.function), spec.donated, repr(spec.outputs), tree),
+        *((array.shape, array.dtype, array.weak_type, repr(array.sharding)) for array in arrays),
+        *(cache._lowered, *cache._devices),
+    )
+    if key in _files:
+        cache._link(_files[key], spec.name)
+    program = _build(compilation, spec)
+    _files.setdefault(key, file)
+    return program
+
+
+def _identity_of(function: Callable[..., Any]) -> Hashable:
+    """Equal for functions of the same code and the same values."""
+    if isinstance(function, functools.partial):
+        keywords = ((name, _identity_of(value)) for name, value in function.keywords.items())
+        return _identity_of(function.func), *map(_identity_of, function.args), *keywords
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if set(names) == {"self", "func"}:  # Decorated by a context manager of contextlib.
+        cells = {name: cell.cell_contents for name, cell in zip(names, function.__closure__)}
+        manager = cells["self"]
+        return manager.func, *manager.args, *manager.kwds.items(), _identity_of(cells["func"])
+    return function
 
 
 def _read_once(cache: ExecutableCache, path: Path) -> jax.stages.Compiled | None:
