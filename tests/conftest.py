@@ -14,8 +14,10 @@ import hypothesis
 import jax
 import pytest
 
-# On a busy machine any example may take longer than Hypothesis' 200 ms.
-hypothesis.settings.register_profile("without deadline", deadline=None)
+# On a busy machine any example may take longer than Hypothesis' 200 ms, and so may drawing it.
+hypothesis.settings.register_profile(
+    "without deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("without deadline")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would their children.

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from patience import PATIENCE_S
 from tiny_engines import LONGEST, assert_idle
 
 from jaxserve.async_engine import AsyncEngine
@@ -45,7 +46,7 @@ def unhurried(engine, monkeypatch):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, timeout=60))
+    return asyncio.run(asyncio.wait_for(coroutine, timeout=PATIENCE_S))
 
 
 async def idle(engine):
@@ -203,7 +204,7 @@ def test_a_step_that_hangs_ends_the_engine_and_all_requests(llama, monkeypatch):
     read = engine._engine._runner.read
 
     def hanging(step):
-        go_on.wait(60)
+        go_on.wait(PATIENCE_S)
         return read(step)
 
     async def scenario():
@@ -222,10 +223,9 @@ def test_a_step_that_hangs_ends_the_engine_and_all_requests(llama, monkeypatch):
     try:
         run(scenario())
         assert isinstance(engine.failure, StepTimeoutError)
-        begin = time.monotonic()
         engine.close()
-        assert engine.stuck and time.monotonic() - begin < 30
+        assert engine.stuck
     finally:
         go_on.set()
-        engine._thread._thread.join(30)
+        engine._thread._thread.join(PATIENCE_S)
     assert not engine.stuck, "a step that ends after all frees the device"

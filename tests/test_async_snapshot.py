@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
+from patience import PATIENCE_S
 from tiny_engines import LONGEST, assert_idle
 
 from jaxserve.async_engine import AsyncEngine
@@ -49,8 +50,8 @@ def test_a_server_takes_up_what_another_left(llama, tmp_path):
             await asyncio.to_thread(engine.close)
         assert_idle(engine._engine)
 
-    asyncio.run(asyncio.wait_for(stopped(), timeout=300))
-    asyncio.run(asyncio.wait_for(started(), timeout=300))
+    asyncio.run(asyncio.wait_for(stopped(), timeout=PATIENCE_S))
+    asyncio.run(asyncio.wait_for(started(), timeout=PATIENCE_S))
 
 
 def test_a_request_goes_from_engine_to_engine(llama):
@@ -88,4 +89,4 @@ def test_a_request_goes_from_engine_to_engine(llama):
             for engine in engines:
                 await asyncio.to_thread(engine.close)
 
-    asyncio.run(asyncio.wait_for(moved(), timeout=300))
+    asyncio.run(asyncio.wait_for(moved(), timeout=PATIENCE_S))

@@ -27,6 +27,7 @@ import yaml
 from documented import Line
 from exhaustive import exhaustive
 from lora_step import write_adapter
+from patience import PATIENCE_S
 from unoptimised import XLA_FLAGS
 
 from jaxserve.cli.batch import Batch
@@ -270,7 +271,7 @@ def serving(line: Line, directory: Path) -> Iterator[Path]:
             time.sleep(0.1)
         yield log
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, log.read_text()
+        assert process.wait(timeout=PATIENCE_S) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()
@@ -438,11 +439,13 @@ def test_a_server_answers(line, workplace):
                 f"{URL}/v1/completions",
                 json=ask | {"model": name},
                 headers={"Authorization": f"Bearer {key}"},
-                timeout=120,
+                timeout=PATIENCE_S,
             )
             assert answer.status_code == 200, answer.text
         if command.api_key_file is not None:
-            assert httpx.post(f"{URL}/v1/completions", json=ask).status_code == 401
+            assert (
+                httpx.post(f"{URL}/v1/completions", json=ask, timeout=PATIENCE_S).status_code == 401
+            )
         if command == Serve():
             for client in CLIENTS:
                 assert run_program(client.text, workplace).stdout.strip()

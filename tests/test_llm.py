@@ -16,6 +16,7 @@ import warnings
 
 import pytest
 from golden_prompts import check_golden, golden_prompts
+from patience import PATIENCE_S
 from tiny_engines import LONGEST, assert_idle, generate
 
 from jaxserve.core.errors import (
@@ -249,7 +250,7 @@ def test_threads_take_turns(llama, llm):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert [found[i] for i in range(3)] == alone
     assert [found[3], found[4]] == alone[:2]
     while llm.engine.has_work:  # A stream that is dropped out of turn runs to its end.
@@ -374,5 +375,5 @@ def test_a_start_draws_bars_on_terminals_only(ahead_of_time, llama):
     os.close(primary)
     assert child.returncode == 0, shown
     assert b"Loading weights" in shown and b"Preparing programs" in shown
-    quiet = subprocess.run(run, capture_output=True, check=True, timeout=120)
+    quiet = subprocess.run(run, capture_output=True, check=True, timeout=PATIENCE_S)
     assert quiet.stderr == b""

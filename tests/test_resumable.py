@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 from exhaustive import exhaustive
+from patience import PATIENCE_S
 
 SCRIPT = """
     import json, os, signal, sys
@@ -22,7 +23,7 @@ SCRIPT = """
         SamplingParams(temperature=0.8, seed=i, max_tokens=4 + 3 * i, ignore_eos=True)
         for i in range(len(model.prompts))
     ]
-    with model.load() as llm, resumable(llm, work, deadline_s=20) as streams:
+    with model.load() as llm, resumable(llm, work, deadline_s=400) as streams:
         runner = llm.engine._runner
         pack, packs = runner.pack, iter(range(1, 1000))
         def counted(plan, step_id):
@@ -46,7 +47,7 @@ def run(model, work, stop_at, *signals):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
 
 
@@ -89,7 +90,7 @@ def test_sigterm_after_all_is_done_is_only_an_end(llama, tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == os.EX_TEMPFAIL, done.stderr
     assert len(json.loads(done.stdout)) == len(llama.prompts) + 1

@@ -19,7 +19,7 @@ COMPILE_S = 10.0
 """Compile timeout of a grammar, without its time in the queue."""
 
 WAIT_S = 30.0
-"""Timeout in the compile queue."""
+"""Timeout in the compile queue, and for the vocabulary that the first grammar makes."""
 
 MAX_WAITING = 32
 """Maximum length of the compile queue. Further requests are rejected as overload."""
@@ -109,11 +109,11 @@ class Grammars:
                     self._compiling -= 1
                     return
                 compilation = self._waiting.popleft()
-            compilation.begin()
             try:
                 with self._making:
                     if self._vocabulary is None:
                         self._vocabulary = self._make_vocabulary()
+                compilation.begin()
                 compilation.end(Grammar(self._vocabulary, compilation.spec))
             except Exception as error:
                 compilation.end(error)

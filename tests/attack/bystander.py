@@ -25,7 +25,7 @@ def main(port: str, key: str, file: str) -> None:
     url = f"http://127.0.0.1:{port}"
     with (
         open(file, "w", buffering=1) as log,
-        httpx.Client(base_url=url, headers=headers, transport=transport, timeout=60) as client,
+        httpx.Client(base_url=url, headers=headers, transport=transport, timeout=600) as client,
     ):
         while not over.is_set():
             for path, body in (("/health", None), ("/v1/completions", BODY)):

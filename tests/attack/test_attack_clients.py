@@ -11,6 +11,7 @@ import sys
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from server_process import prompt_of
 
 pytestmark = pytest.mark.attack
@@ -24,7 +25,7 @@ _CLIENT = """
 import sys, time, httpx
 body = {"prompt": "kill me", "max_tokens": 60, "ignore_eos": True, "stream": True}
 headers = {"authorization": "Bearer attacker"}
-with httpx.stream("POST", sys.argv[1], json=body, headers=headers, timeout=60) as answer:
+with httpx.stream("POST", sys.argv[1], json=body, headers=headers, timeout=600) as answer:
     next(answer.iter_lines())
     print("streaming", flush=True)
     time.sleep(600)
@@ -35,7 +36,7 @@ def client_of(server) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=STREAMS)
     url = f"http://127.0.0.1:{server.port}"
     return httpx.AsyncClient(
-        base_url=url, headers=server.client.headers, limits=limits, timeout=300
+        base_url=url, headers=server.client.headers, limits=limits, timeout=PATIENCE_S
     )
 
 
@@ -119,7 +120,7 @@ def test_responses_that_clients_do_not_read(attacked, grown):
         raw.connect(("127.0.0.1", attacked.port))
         raw.sendall(head + body)
         open_.append(raw)
-    attacked._until(lambda: not attacked.metrics()["vllm:num_requests_running",], 60)
+    attacked._until(lambda: not attacked.metrics()["vllm:num_requests_running",], PATIENCE_S)
     for raw in open_:
         raw.close()
     attacked.wait_idle()

@@ -6,6 +6,7 @@ import http.client
 import json
 
 import pytest
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.attack
 
@@ -42,7 +43,7 @@ def test_no_route_answers_without_a_key_or_fails_with_one(attacked):
     routes = [path.replace("{name}", "tiny") for path in found] + ["/ping"]
     assert set(routes) > OPEN and len(routes) > 8
     probes = 0
-    connection = http.client.HTTPConnection("127.0.0.1", attacked.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", attacked.port, timeout=PATIENCE_S)
     for path in (*routes, *NOWHERE):
         for method in METHODS:
             # One with each key for a route, else one without and one with the right one.
@@ -66,7 +67,7 @@ def test_no_route_answers_without_a_key_or_fails_with_one(attacked):
 
 
 def test_a_header_given_twice_is_no_way_in(attacked):
-    connection = http.client.HTTPConnection("127.0.0.1", attacked.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", attacked.port, timeout=PATIENCE_S)
     for first, second in (("Bearer wrong", "Bearer"), ("", "Bearer wrong"), ("Bearer a", "b")):
         connection.putrequest("GET", "/v1/models")
         connection.putheader("Authorization", first)

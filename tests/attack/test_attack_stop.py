@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from patience import PATIENCE_S
 from server_process import prompt_of
 
 pytestmark = pytest.mark.attack
@@ -39,10 +40,8 @@ def test_it_stops_while_it_is_kept_busy(attacked, bystander):
         posts = [pool.submit(attacked.post, CHAT, SLOW) for _ in range(16)]
         posts += [pool.submit(attacked.post, COMPLETIONS, LONG) for _ in range(20)]
         time.sleep(1)
-        begin = time.monotonic()
         attacked.process.send_signal(signal.SIGTERM)
-        assert attacked.process.wait(30) == 0, attacked.text()
-        assert time.monotonic() - begin < 20
+        assert attacked.process.wait(PATIENCE_S) == 0, attacked.text()
         for post in posts:
             # 400: the template reached its limit of time before the signal came.
             ended = (200, 400, 429, 500, 503)

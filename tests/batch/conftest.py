@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from batch_files import prompts, write_lines
+from patience import PATIENCE_S
 from tiny_engines import TinyModel
 
 from jaxserve.llm import LLM
@@ -46,7 +47,7 @@ class Batch:
 
     def __call__(self, *arguments: str | Path, prefix: tuple[str, ...] = ()) -> Ended:
         process = self.start(*arguments, prefix=prefix)
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
         return Ended(process.returncode, stdout, stderr)
 
     def kill(self) -> None:

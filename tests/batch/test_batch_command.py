@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from batch_files import answers, errors, prompts, write_lines
 from exhaustive import EXHAUSTIVE, combination, exhaustive
+from patience import PATIENCE_S
 
 from jaxserve.cli import main
 from jaxserve.offline import run_batch
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.interfaces
 LINES, KILLS = 200, 12 if EXHAUSTIVE else 4
 
 
-def wait_for(condition, timeout_s: float = 180) -> None:
+def wait_for(condition, timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -32,7 +33,6 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.timeout(900)
 def test_killed_at_random_moments_each_line_is_there_once(batch, batch_llm, job_paths):
     """Two of the kills come while the process starts, the others after so many new lines and
     a moment more, the last ones close to the end."""
@@ -71,7 +71,7 @@ def test_a_stopped_job_prints_how_to_resume(batch, batch_llm, job_paths, number:
     process = batch.start(lines, output, "--report", output.with_name("report.html"))
     wait_for(lambda: size_of(output) > 0)
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number, stderr
     assert "Run the same command again to resume" in stderr
     assert "Traceback" not in stderr
@@ -92,7 +92,7 @@ def test_hosts_that_share_an_engine_stop_together(batch, batch_llm, job_paths):
     process = batch.start(lines, output, "--pipeline-parallel-size=2", prefix=two)
     wait_for(lambda: size_of(output) > 0)
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM, stderr
     assert "Run the same command again to resume" in stderr
     assert "Traceback" not in stderr
@@ -194,7 +194,7 @@ def test_a_full_disk_is_told_of_and_the_job_goes_on_later(batch, batch_llm, job_
         process = batch.start(lines, output)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "make room and run the same command again" in stderr, stderr
     assert "Traceback" not in stderr

@@ -89,7 +89,9 @@ def test_templates_of_lines_need_trust(batch_llm, tmp_path):
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     hosts=st.integers(1, 3),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from batch_files import answers
+from patience import PATIENCE_S
 from tiny_engines import TinyModel
 
 from jaxserve.offline import run_batch
@@ -20,7 +21,7 @@ LINES = 60
 
 
 def wait_for_more(output: Path, size: int = 0) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (output.exists() and output.stat().st_size > size):
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -40,7 +41,7 @@ def test_a_disk_that_fails_and_a_kill_lose_no_line(tmp_path_factory, job_paths, 
     process = batch.start(lines, output)
     wait_for_more(output)
     os.truncate(file.path, file.num_bytes // 2)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert f"cannot be read from {file.path}" in stderr, stderr
     assert "delete the file, and start again" in stderr and "Traceback" not in stderr

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from patience import PATIENCE_S
+
 CONTEXT = 8192
 # The fewest and smallest programs: one sequence, one prefill bucket.
 SETTINGS = ("--max-num-seqs=1", "--max-num-batched-tokens=33", "--page-size=64")
@@ -60,5 +62,5 @@ class Command:
 
     def __call__(self, *args: str | Path, stdin: str = "") -> Run:
         process = self.start(*args)
-        stdout, stderr = process.communicate(stdin.encode(), timeout=120)
+        stdout, stderr = process.communicate(stdin.encode(), timeout=PATIENCE_S)
         return Run(process.returncode, stdout.decode(), stderr.decode())

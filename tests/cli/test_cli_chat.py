@@ -6,6 +6,7 @@ import shutil
 import signal
 
 from cli_command import SETTINGS
+from patience import PATIENCE_S
 
 
 def test_history_reset_and_exit(answer, command, tiny_model, tmp_path):
@@ -44,7 +45,7 @@ def test_ctrl_c_stops_the_answer_only(command, tiny_model):
     process.stdin.flush()
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(b"/dance\n/exit\n", timeout=60)
+    _, error = process.communicate(b"/dance\n/exit\n", timeout=PATIENCE_S)
     assert process.returncode == 0, error.decode()
     assert b"/dance is not a command" in error
     assert b"Traceback" not in error

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from cli_command import CONTEXT, SETTINGS
+from patience import PATIENCE_S
 
 
 def test_the_answer_is_all_of_stdout_and_the_summary_ends_stderr(answer):
@@ -82,7 +83,7 @@ def test_ctrl_c_keeps_what_was_generated(command, tiny_model):
     process = command.start("generate", "hi", "--model", tiny_model, *SETTINGS, "--max-tokens=8000")
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    rest, error = process.communicate(timeout=60)
+    rest, error = process.communicate(timeout=PATIENCE_S)
     lines = error.decode().splitlines()
     assert process.returncode == 130, lines
     assert first
@@ -96,7 +97,7 @@ def test_ctrl_c_during_startup(command, tiny_model):
     process = command.start("generate", "hi", "--model", tiny_model, *SETTINGS, "--page-size=32")
     process.stderr.readline()  # the weights are there, the programs of this page size are not
     process.send_signal(signal.SIGINT)
-    stdout, error = process.communicate(timeout=60)
+    stdout, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, error.decode()
     assert stdout == b""
     assert b"Traceback" not in error
@@ -109,7 +110,7 @@ def test_a_reader_that_leaves_is_no_error(command, tiny_model):
     error = process.stderr.read().decode()
     process.stderr.close()
     process.stdin.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=PATIENCE_S) == 141
     assert "Traceback" not in error
     assert "Exception" not in error
 

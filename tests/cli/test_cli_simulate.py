@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -47,11 +46,10 @@ def rows(stdout: str) -> dict[str, str]:
     return {parts[0]: parts[-1] for parts in found}
 
 
-def test_a_plan_of_devices_that_are_not_here(run_here, config_70b):
-    begin_s = time.monotonic()
+def test_a_plan_of_devices_that_are_not_here(run_here, config_70b, compiled):
     run = run_here("plan", config_70b, *ON_EIGHT)
-    assert time.monotonic() - begin_s < 20  # Two, where the machine is not shared.
     assert run.status == 0, run.stderr
+    assert not [event for event in compiled if "backend_compile" in event], "which takes minutes"
     told = rows(run.stdout)
     assert "on 8 x H200 SXM 141 GB" in run.stdout
     assert "ONE USER'S TURN, MODELLED (ROOFLINE)" in run.stdout

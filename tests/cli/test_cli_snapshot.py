@@ -9,6 +9,7 @@ import signal
 import pytest
 from cli_command import SETTINGS
 from exhaustive import combination
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.interfaces
 
@@ -21,7 +22,7 @@ def stopped(command, *args):
     process = command.start(*args)
     first = process.stdout.read(20)
     process.send_signal(signal.SIGTERM)
-    rest, error = process.communicate(timeout=60)
+    rest, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == os.EX_TEMPFAIL, error.decode()
     assert b"Traceback" not in error
     return (first + rest).decode("utf-8", "ignore")
@@ -61,5 +62,5 @@ def test_without_a_directory_sigterm_ends_the_process_as_ever(command, tiny_mode
     process = command.start("generate", "hi", "--model", tiny_model, *SETTINGS, LENGTH)
     process.stdout.read(1)
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == -signal.SIGTERM

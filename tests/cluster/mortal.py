@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import time
 
+from patience import PATIENCE_S
 from tiny_engines import LONGEST
 
 from jaxserve.cluster.replicas.replica import Replica
@@ -116,8 +119,35 @@ class Mortal:
         await self.die()
 
 
+@contextlib.contextmanager
+def paced(replicas, may_step):
+    """Replicas make a step only if `may_step`, given how many tokens each of their samples has. So
+    what is done to a request while it runs is done in time, however busy the machine is."""
+    engines = [replica._replica._engine._engine for replica in replicas]
+
+    def pace(engine):
+        step = engine.step
+
+        def step_in_time():
+            outputs = [each for r in engine._requests.values() for each in r.sequence_outputs]
+            if may_step([len(output.seq.output_token_ids) for output in outputs]):
+                return step()
+            time.sleep(0.002)
+            return []
+
+        engine.step = step_in_time
+
+    for engine in engines:
+        pace(engine)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            del engine.step
+
+
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 300))
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE_S))
 
 
 async def ask(router, prompt, params, name="it", **options):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from batch_files import answers, prompts, write_lines
+from patience import PATIENCE_S
 from server_process import SETTINGS, write_chat_model
 
 from jaxserve.cli import main
@@ -52,7 +53,7 @@ def start(model: Path, directory: Path, output: str, *options: str) -> subproces
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
     return process.returncode, stdout, stderr
 
 
@@ -79,7 +80,7 @@ def named(pid: int) -> str:
 def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
     """Fails with what the process said when it has ended, or takes too long, and the condition does
     not hold."""
-    give_up = time.monotonic() + 240
+    give_up = time.monotonic() + PATIENCE_S
     while not condition():
         if process.poll() is not None or time.monotonic() > give_up:
             process.terminate()  # Nothing, where it has ended.
@@ -88,7 +89,7 @@ def until(condition: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 def until_gone(processes: list[int]) -> None:
-    give_up = time.monotonic() + 240
+    give_up = time.monotonic() + PATIENCE_S
     while left := [pid for pid in processes if named(pid)]:
         assert time.monotonic() < give_up, left
         time.sleep(0.05)

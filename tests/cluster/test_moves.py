@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 
 import httpx
 import pytest
-from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
+from mortal import SEEDED, Mortal, all_up, ask, held, metric, paced, run
+from patience import PATIENCE_S
 
 from jaxserve.cluster import open_requests, request_moves, staged_copy
 from jaxserve.cluster.policies.copies import LAST_TOKENS
@@ -71,7 +73,7 @@ def in_books(mortal, replica):
 
 def test_a_move_takes_the_kv_along(llama, llm, cluster):
     """Back and forth for as long as it runs: no prompt is computed twice, no token sent twice."""
-    router, _ = cluster
+    router, replicas = cluster
     prompt, params = llama.prompts[10], dataclasses.replace(SEEDED, max_tokens=60)
     (alone,) = llm.generate(prompt, params, use_tqdm=False)
 
@@ -92,7 +94,13 @@ def test_a_move_takes_the_kv_along(llama, llm, cluster):
         assert await computed() - before <= len(prompt) + len(tokens) + num_moved
         assert num_moved * len(prompt) > len(tokens) + num_moved  # To compute it again is more.
 
-    run(scenario())
+    requests = router._pool.requests
+    num_before = requests.num_moved
+    with paced(
+        replicas,
+        lambda lengths: max(lengths, default=0) < 15 * (requests.num_moved - num_before + 1),
+    ):
+        run(scenario())
 
 
 FAULTS = (
@@ -107,10 +115,11 @@ FAULTS = (
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatch):
-    monkeypatch.setattr(staged_copy, "COPY_S", 0.2 if fault.endswith("hangs") else 60)
+    monkeypatch.setattr(staged_copy, "COPY_S", 0.2 if fault.endswith("hangs") else PATIENCE_S)
     router, replicas = cluster
     pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
     (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
+    tried = threading.Event()
 
     async def scenario():
         await all_up(router)
@@ -125,6 +134,7 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
                 await router.abort("stays")
                 replicas[0].at_move = replicas[1].at_move = ""
             num_moved += await router._result_of(moved(pool))
+        tried.set()
         # Without room for its KV it moves as a request of a lost replica does.
         assert num_moved == fault.endswith("no room")
         await check_answer(asking, alone, fault)
@@ -134,13 +144,14 @@ def test_a_move_that_fails_costs_no_token(llama, llm, cluster, fault, monkeypatc
         while any(map(in_books, replicas, pool._replicas)):
             await asyncio.sleep(0.002)
 
-    run(scenario())
+    with paced(replicas, lambda lengths: max(lengths, default=0) < 20 or tried.is_set()):
+        run(scenario())
 
 
 def test_few_moves_are_begun_at_a_time(llama, cluster, monkeypatch):
     """One from a replica that is full, and more from one that drains."""
-    router, _ = cluster
-    pool, num_sent = router._pool, MAX_MOVES + 2
+    router, replicas = cluster
+    pool, num_sent, told = router._pool, MAX_MOVES + 2, threading.Event()
 
     async def begun():
         source, destination = pool._replicas
@@ -164,17 +175,19 @@ def test_few_moves_are_begun_at_a_time(llama, cluster, monkeypatch):
         prompts = [[3 + number] for number in range(num_sent)]
         async with await router.submit(prompts, SEEDED, names) as updates:
             assert await router._result_of(begun()) == ([1, MAX_MOVES], MAX_MOVES)
+            told.set()
             async for _ in updates:
                 pass
         assert [each.load.num_moving for each in pool._replicas] == [0, 0]
 
-    run(scenario())
+    with paced(replicas, lambda lengths: max(lengths, default=0) < 10 or told.is_set()):
+        run(scenario())
 
 
 def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, monkeypatch):
     router, replicas = cluster
     pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
-    prompts, num_coming, seen = llama.prompts[5:7], 0, []
+    prompts, num_coming, seen, told = llama.prompts[5:7], 0, [], threading.Event()
     expected = [llm.generate(each, params, use_tqdm=False)[0] for each in prompts]
 
     async def stage_in(*arguments):
@@ -208,13 +221,18 @@ def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, mo
             await asyncio.sleep(0)
         before = pool.requests.num_moved
         assert await router._result_of(moved_both()) == 2
+        told.set()
         assert pool.requests.num_moved - before == 2
         for alone, (tokens, _) in zip(expected, await asyncio.gather(*asking)):
             assert tokens == list(alone.outputs[0].token_ids)
 
+    def may_step(lengths):
+        return told.is_set() or (len(lengths) == 2 and max(lengths) < 20)
+
     replicas[0].stage_in = stage_in
     try:
-        run(scenario())
+        with paced(replicas[:1], may_step):
+            run(scenario())
     finally:
         del replicas[0].stage_in
     assert len(seen) >= 2 and set(seen) == {1}
@@ -246,7 +264,7 @@ def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch)
         return move, other
 
     async def given_back(move, other):
-        await asyncio.wait_for(move, 60)
+        await asyncio.wait_for(move, PATIENCE_S)
         booked = [*other.load.incoming_kv._waiting, *other.load.demands]
         other.load.incoming_kv.leave("other KV")
         return booked
@@ -295,7 +313,14 @@ def test_a_rolling_restart_loses_no_request(llama, llm, cluster, monkeypatch):
         assert [replica.num_starts for replica in replicas] == [each + 1 for each in starts]
         assert await metric(router, "moved_requests_total") > moved
 
-    run(scenario())
+    requests = router._pool.requests
+    num_before = requests.num_moved
+
+    def may_step(lengths):
+        return max(lengths, default=0) < 20 or requests.num_moved > num_before
+
+    with paced(replicas, may_step):
+        run(scenario())
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +356,7 @@ def in_steps(replica, router, length, may_step):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_that_fails_while_the_prompt_is_computed(llama, llm, apart, fault, monkeypatch):
     """After its first pages came, and before all of the prompt is computed."""
-    monkeypatch.setattr(staged_copy, "COPY_S", 0.2 if fault.endswith("hangs") else 60)
+    monkeypatch.setattr(staged_copy, "COPY_S", 0.2 if fault.endswith("hangs") else PATIENCE_S)
     router, replicas = apart
     prompt, params = llama.prompts[11], dataclasses.replace(SEEDED, max_tokens=20)
     (alone,) = llm.generate(prompt, params, use_tqdm=False)
@@ -386,7 +411,8 @@ def test_prefill_and_decode_apart(llama, llm, apart):
 
         for place, prompt in enumerate(prompts):
             (alone,) = llm.generate(prompt, params, use_tqdm=False)
-            tokens, _ = await ask(router, prompt, params, f"apart-{place}")
+            with paced(replicas[:1], lambda lengths: max(lengths, default=0) < 4):
+                tokens, _ = await ask(router, prompt, params, f"apart-{place}")
             assert tokens == list(alone.outputs[0].token_ids)
         of_prefill, of_decode = await gained(0), await gained(1)
         assert await metric(router, "moved_requests_total") - num_moved == len(prompts)

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 from mortal import SEEDED, all_up, ask, metric, run
+from patience import PATIENCE_S
 
 from jaxserve.cluster import open_requests, prefix_pull
 from jaxserve.cluster.policies.dispatch import Demand, ReplicaLoad
@@ -64,7 +65,7 @@ def chosen_replica(monkeypatch):
 def test_a_prefix_is_pulled_and_not_computed_again(
     llama, llm, cluster, chosen_replica, monkeypatch
 ):
-    monkeypatch.setattr(prefix_pull, "PULL_S", 60)
+    monkeypatch.setattr(prefix_pull, "PULL_S", PATIENCE_S)
     router, _ = cluster
     prompt, params = llama.prompts[7], dataclasses.replace(SEEDED, max_tokens=12)
     expected = list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
@@ -127,7 +128,7 @@ FAULTS = ("the source dies", "the pull hangs", "a part is damaged", "no room", "
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, fault, monkeypatch):
     never_comes = fault in ("the pull hangs", "the client leaves")
-    monkeypatch.setattr(prefix_pull, "PULL_S", 0.2 if never_comes else 60)
+    monkeypatch.setattr(prefix_pull, "PULL_S", 0.2 if never_comes else PATIENCE_S)
     router, replicas = cluster
     prompt, params = llama.prompts[8], dataclasses.replace(SEEDED, max_tokens=12)
     expected = list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)

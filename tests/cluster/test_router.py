@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 
 import pytest
-from mortal import GREEDY, SEEDED, Mortal, all_up, ask, held, metric, run
+from mortal import GREEDY, SEEDED, Mortal, all_up, ask, held, metric, paced, run
+from patience import PATIENCE_S
 from tiny_engines import LONGEST
 
 from jaxserve.cluster.replicas import replica_client
@@ -145,7 +146,7 @@ def test_one_refused_prompt_refuses_all(llama, cluster):
 
 
 def test_an_aborted_request_ends_with_what_it_has(llama, cluster):
-    router, _ = cluster
+    router, replicas = cluster
 
     async def scenario():
         params = dataclasses.replace(GREEDY, max_tokens=100)
@@ -157,7 +158,8 @@ def test_an_aborted_request_ends_with_what_it_has(llama, cluster):
                 else:
                     await router.abort("long")
 
-    run(scenario())
+    with paced(replicas, lambda lengths: max(lengths, default=0) < 50):
+        run(scenario())
 
 
 def test_a_prefix_goes_where_it_is_cached(llama, cluster):
@@ -202,7 +204,7 @@ def test_a_replica_that_cannot_be_loaded_again_costs_no_request(llama, caplog):
 
     try:
         run(scenario())
-        router.ended.result(30)
+        router.ended.result(PATIENCE_S)
         assert "no memory left" in str(router.failure)
         assert "fingerprint is 'other' in replica 1" in caplog.text
     finally:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from lora_adapters import merged, write_adapter
+from patience import PATIENCE_S
 from tiny_engines import LONGEST
 
 from jaxserve.cluster.replicas.replica import Replica
@@ -45,6 +46,6 @@ def test_every_replica_has_the_adapters(llama, tmp_path):
         await answered("again", llama.prompts[8], lora)
 
     try:
-        asyncio.run(asyncio.wait_for(scenario(), 120))
+        asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     finally:
         router.close()

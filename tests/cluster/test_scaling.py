@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from mortal import GREEDY, Mortal, ask, metric, run
+from patience import PATIENCE_S
 from tiny_engines import LONGEST
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
@@ -156,7 +157,7 @@ def test_one_that_drains_serves_again_when_another_one_is_lost():
     lost.enter("loading")
     routed = []
     removing = scaling_of([leaving, lost, full], routed)._removed(leaving)
-    assert not asyncio.run(asyncio.wait_for(removing, 30))
+    assert not asyncio.run(asyncio.wait_for(removing, PATIENCE_S))
     assert (leaving.state, leaving.leaves, routed) == ("ready", False, ["all"])
 
 

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from patience import PATIENCE_S
+
 # All devices of all hosts add up their numbers, from 1.
 SUM = """
 import sys, jax
@@ -55,12 +57,12 @@ class Launched:
     def stderr(self) -> str:
         return self._log.read_text()
 
-    def end(self, timeout_s: float = 60) -> tuple[int, str]:
+    def end(self, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
         """Its exit status, and standard output."""
         stdout, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, stdout.decode()
 
-    def pids(self, hosts: int, timeout_s: float = 60) -> dict[int, int]:
+    def pids(self, hosts: int, timeout_s: float = PATIENCE_S) -> dict[int, int]:
         """Of the hosts, when all have printed `pid HOST PID`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -82,7 +84,7 @@ class Launched:
         self.process.stdout.close()
 
 
-def ended(pids: dict[int, int], timeout_s: float = 10) -> bool:
+def ended(pids: dict[int, int], timeout_s: float = PATIENCE_S) -> bool:
     """Whether all these processes are gone, or soon are."""
     deadline = time.monotonic() + timeout_s
     while any(Path(f"/proc/{pid}").exists() and not _zombie(pid) for pid in pids.values()):

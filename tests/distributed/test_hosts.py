@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from exhaustive import combination
+from patience import PATIENCE_S
 from tiny_engines import CONTEXT, TinyModel
 
 from jaxserve.models.drafters import eagle
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.meshes
 PROMPTS = (0, 3, 6, 9, 11)
 """Of TinyModel.prompts."""
 MAX_TOKENS = 12
-BOUND_S = 90
+BOUND_S = PATIENCE_S
 """Until a host that lost another must have ended; an unloaded machine takes some 20 s."""
 
 SCRIPT = """
@@ -38,7 +39,7 @@ host, hosts, address = settings.pop("host"), settings.pop("hosts"), settings.pop
 prompts, role = settings.pop("prompts"), settings.pop("role")
 max_tokens = settings.pop("max_tokens")
 from jaxserve.distributed.runtime import join
-join(address, hosts, host, devices=settings.pop("devices"), timeout_s=120)
+join(address, hosts, host, devices=settings.pop("devices"), timeout_s=400)
 from jaxserve import LLM, SamplingParams
 
 def tokens(outputs):
@@ -106,7 +107,7 @@ class Job:
 
     def ends(self):
         """Each host's stdout and stderr, and its status."""
-        said = [process.communicate(timeout=300) for process in self.processes]
+        said = [process.communicate(timeout=PATIENCE_S) for process in self.processes]
         return [(*texts, process.returncode) for texts, process in zip(said, self.processes)]
 
 

@@ -23,7 +23,7 @@ host, hosts, address = settings.pop("host"), settings.pop("hosts"), settings.pop
 prompts, role = settings.pop("prompts"), settings.pop("role")
 max_tokens, work = settings.pop("max_tokens"), settings.pop("work")
 from jaxserve.distributed.runtime import join
-join(address, hosts, host, devices=settings.pop("devices"), timeout_s=120)
+join(address, hosts, host, devices=settings.pop("devices"), timeout_s=400)
 from jaxserve import LLM, SamplingParams, resumable
 from jaxserve.core.errors import SnapshotError
 

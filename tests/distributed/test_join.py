@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from patience import PATIENCE_S
 from scripts import run_script
 
 from jaxserve.core.errors import DistributedError
@@ -41,7 +42,7 @@ def test_a_host_joins_once_and_has_the_devices_it_asks_for():
             with pytest.raises(DistributedError, match="has already joined the other hosts"):
                 join(address, 1, 0)
         """,
-        timeout_s=60,
+        timeout_s=PATIENCE_S,
     )
 
 
@@ -54,7 +55,7 @@ def test_joining_after_the_first_array_is_refused(devices):
             with pytest.raises(DistributedError, match="JAX is already initialized"):
                 join(address, 1, 0, devices={devices})
         """,
-        timeout_s=60,
+        timeout_s=PATIENCE_S,
     )
 
 
@@ -65,7 +66,7 @@ def test_where_jax_finds_no_job_it_says_what_to_give():
             with pytest.raises(DistributedError, match="Give coordinator, num_hosts and host"):
                 join()
         """,
-        timeout_s=60,
+        timeout_s=PATIENCE_S,
     )
 
 
@@ -108,7 +109,7 @@ def test_hosts_that_jax_detects_prove_that_they_know_the_secret_too():
     thread.join()
     assert "another job secret" in told[0], told
 """,
-        timeout_s=60,
+        timeout_s=PATIENCE_S,
     )
 
 
@@ -120,12 +121,12 @@ def test_two_hosts_that_jax_detects_join_with_a_secret():
     os.environ["JAXSERVE_JOB_SECRET"] = "ours"
     code = ("import jax; jax.config.update('jax_platforms', 'cpu')\\n"
             "from jaxserve.distributed.runtime import join\\n"
-            "join(devices=1, timeout_s=30); import os; os._exit(jax.device_count())")
+            "join(devices=1, timeout_s=300); import os; os._exit(jax.device_count())")
     other = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"SLURM_PROCID": "1"})
-    join(devices=1, timeout_s=30)
+    join(devices=1, timeout_s=300)
     assert jax.device_count() == 2
-    assert other.wait(30) == 2
+    assert other.wait(300) == 2
     os._exit(0)  # JAX would wait for the other host, which has ended likewise
 """,
-        timeout_s=90,
+        timeout_s=PATIENCE_S,
     )

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from jaxserve.cli import main
 from jaxserve.core.errors import ConfigError
@@ -28,7 +29,9 @@ from jaxserve.distributed.rendezvous import SECRET_VARIABLE
 ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 ARGUMENTS = st.lists(ARGUMENT, max_size=4)
 THIRTY = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 TWO_HOSTS = Job(("-m", "job"), hosts=2)
 
@@ -316,7 +319,9 @@ def test_hosts_that_join_each_other_are_given_a_new_secret(hostfile):
 
 def test_a_host_without_the_secret_it_should_read_says_so():
     command = [sys.executable, "-m", "jaxserve.cli.host", "--secret-on-stdin", "--", "-m", "job"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 1
     assert b"standard input does not begin with the job's secret" in done.stderr
 

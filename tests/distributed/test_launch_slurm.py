@@ -9,6 +9,7 @@ import time
 
 import pytest
 from launched import PRINT_SUM, SUM_FOREVER, ended
+from patience import PATIENCE_S
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
 
 pytestmark = pytest.mark.slurm
@@ -59,8 +60,8 @@ def test_two_tasks_generate_what_one_process_does(launch_command, tmp_path):
 def test_a_host_that_fails_ends_the_job(launch):
     script = SUM_FOREVER.replace("total()", "assert step < 3 or jax.process_index() != 1; total()")
     job = launch(script, *OPTIONS)
-    pids = job.pids(2, timeout_s=120)
-    status, _ = job.end(timeout_s=120)
+    pids = job.pids(2)
+    status, _ = job.end()
     assert status != 0
     assert "[1] AssertionError" in job.stderr
     assert f"error: Slurm job {number_of(job)} ended as FAILED." in job.stderr
@@ -69,20 +70,20 @@ def test_a_host_that_fails_ends_the_job(launch):
 
 def test_ctrl_c_cancels_the_job(launch):
     job = launch(SUM_FOREVER, *OPTIONS)
-    pids = job.pids(2, timeout_s=120)
+    pids = job.pids(2)
     job.process.send_signal(signal.SIGINT)
-    assert job.end(timeout_s=60)[0] == 130
+    assert job.end()[0] == 130
     assert f"SIGINT: cancelling Slurm job {number_of(job)}." in job.stderr
-    assert ended(pids, timeout_s=40)
+    assert ended(pids)
     assert "JobState=CANCELLED" in shown(number_of(job))
 
 
 def test_a_broken_stdout_pipe_cancels_the_job(launch):
     job = launch(SUM_FOREVER + "    print(step)\n", *OPTIONS)
-    job.pids(2, timeout_s=120)
+    job.pids(2)
     job.process.stdout.close()
-    assert job.process.wait(timeout=60) == 141
-    deadline = time.monotonic() + 40
+    assert job.process.wait(timeout=PATIENCE_S) == 141
+    deadline = time.monotonic() + PATIENCE_S
     while "JobState=CANCELLED" not in shown(number_of(job)):
         assert time.monotonic() < deadline
         time.sleep(0.5)

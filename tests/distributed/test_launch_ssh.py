@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launched import PRINT_SUM, SUM_FOREVER, ended
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -56,14 +57,14 @@ def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hosts.write_text(f"localhost\n{getpass.getuser()}@node-2\n")
     yield hosts
     server.terminate()
-    server.wait(timeout=10)
+    server.wait(timeout=PATIENCE_S)
 
 
 def wait_for(port: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S).close()
             return
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
@@ -93,7 +94,7 @@ def test_a_host_that_is_killed_ends_those_on_other_machines(launch, options):
     job = launch(SUM_FOREVER, *options)
     pids = job.pids(2)
     os.kill(pids[1], signal.SIGKILL)
-    assert job.end(timeout_s=20)[0] != 0
+    assert job.end()[0] != 0
     (error,) = [line for line in job.stderr.splitlines() if line.startswith("error:")]
     assert "host 1 " in error  # and host 0 may have ended of it
     assert ended(pids)
@@ -103,5 +104,5 @@ def test_ctrl_c_ends_hosts_on_other_machines(launch, options):
     job = launch(SUM_FOREVER, *options)
     pids = job.pids(2)
     job.process.send_signal(signal.SIGINT)
-    assert job.end(timeout_s=20)[0] == 130
+    assert job.end()[0] == 130
     assert ended(pids)

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 
 import pytest
+from patience import PATIENCE_S
 
+from jaxserve.distributed.launch import processes
 from jaxserve.distributed.launch.processes import HostProcess, run_together
 
 FAILS = "raise SystemExit(3)"
 IS_KILLED = "import os; os.kill(os.getpid(), 9)"
 ABORTS = "import os; os.abort()"
 WAITS = "import sys; sys.stdin.read()"
-A_MOMENT_LATER = "import time; time.sleep(0.3); "
+FIRST = """
+import os
+open(os.environ["FIRST"] + "_", "w").write(str(os.getpid()))
+os.rename(os.environ["FIRST"] + "_", os.environ["FIRST"])
+"""
+AFTER_IT = """
+import os, time
+first = os.environ["FIRST"]
+while not os.path.exists(first) or os.path.exists("/proc/" + open(first).read()):
+    time.sleep(0.01)
+time.sleep(0.2)
+"""
+"""Ends a moment after the first one, however long each takes to start."""
 
 
 @pytest.mark.parametrize(
@@ -24,35 +37,36 @@ A_MOMENT_LATER = "import time; time.sleep(0.3); "
         ([IS_KILLED], "error: host 0 was ended by SIGKILL.", 128 + signal.SIGKILL),
         # Host 0 ends of the loss of host 1 before the launcher learns of that.
         (
-            [FAILS, A_MOMENT_LATER + IS_KILLED, WAITS],
+            [FIRST + FAILS, AFTER_IT + IS_KILLED, WAITS],
             "error: host 1 was ended by SIGKILL and host 0 failed with exit status 3; "
             "ending host 2.",
             128 + signal.SIGKILL,
         ),
         (
-            [A_MOMENT_LATER + FAILS, FAILS],
+            [AFTER_IT + FAILS, FIRST + FAILS],
             "error: host 1 failed with exit status 3 and host 0 failed with exit status 3.",
             3,
         ),
         # JAX aborts a host that has lost host 0, which is no signal from outside.
         (
-            [FAILS, A_MOMENT_LATER + ABORTS],
+            [FIRST + FAILS, AFTER_IT + ABORTS],
             "error: host 0 failed with exit status 3 and host 1 was ended by SIGABRT.",
             3,
         ),
         (
-            [ABORTS, A_MOMENT_LATER + IS_KILLED],
+            [FIRST + ABORTS, AFTER_IT + IS_KILLED],
             "error: host 1 was ended by SIGKILL and host 0 was ended by SIGABRT.",
             128 + signal.SIGKILL,
         ),
-        (["", A_MOMENT_LATER], "", 0),
+        ([FIRST, AFTER_IT], "", 0),
     ],
 )
-def test_who_failed(capfd, hosts, said, status):
-    begin = time.monotonic()
-    processes = [HostProcess([sys.executable, "-S", "-c", source]) for source in hosts]
-    assert run_together(processes, shutdown_timeout=60) == status
-    assert time.monotonic() - begin < 30  # no process had to be killed after the timeout
+def test_who_failed(capfd, tmp_path, monkeypatch, hosts, said, status):
+    if WAITS not in hosts:  # So it takes no longer.
+        monkeypatch.setattr(processes, "_TOGETHER_S", PATIENCE_S)
+    first = {"FIRST": str(tmp_path / "first")}
+    started = [HostProcess([sys.executable, "-S", "-c", source], first) for source in hosts]
+    assert run_together(started, shutdown_timeout=PATIENCE_S) == status
     assert capfd.readouterr().err.splitlines() == [said] * bool(said)
 
 
@@ -60,8 +74,8 @@ def test_a_host_reads_its_input_and_then_waits(capfd):
     """Its command line, which others can see, does not have the input."""
     reads = "import sys; assert sys.stdin.readline() == 'secret\\n'; sys.stdin.read()"
     host = HostProcess([sys.executable, "-S", "-c", reads], stdin=b"secret\n")
-    fails = HostProcess([sys.executable, "-S", "-c", A_MOMENT_LATER + FAILS])
+    fails = HostProcess([sys.executable, "-S", "-c", FAILS])
     assert "secret" not in str(host._replace(argv=["host"]))
-    assert run_together([host, fails], shutdown_timeout=60) == 3
+    assert run_together([host, fails], shutdown_timeout=PATIENCE_S) == 3
     said = "error: host 1 failed with exit status 3; ending host 0."
     assert capfd.readouterr().err.splitlines() == [said]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from jaxserve.core.errors import DistributedError
 from jaxserve.distributed import rendezvous
@@ -30,7 +31,7 @@ def free_address() -> Address:
 def meet(
     participants: Sequence[Participant],
     address: Address | None = None,
-    timeout_s: float = 20,
+    timeout_s: float = PATIENCE_S,
     secret: str = "",
 ) -> list[str | None]:
     """What each was told: None, or the error."""
@@ -85,7 +86,7 @@ def test_a_second_host_0_is_refused_and_the_first_goes_on():
     with pytest.raises(DistributedError, match="cannot listen on port"):
         wait_for_hosts(address, hosts(2)[0], 5)
     assert meet(hosts(2, 1), address) == [None]
-    first.join(timeout=30)
+    first.join(timeout=PATIENCE_S)
     assert told == [None]
 
 
@@ -105,18 +106,14 @@ def test_hosts_that_disagree_on_their_number_are_refused_with_both():
 def test_a_port_that_is_taken_is_refused_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Address("127.0.0.1", server.getsockname()[1])
-        begin = time.monotonic()
         with pytest.raises(DistributedError, match=f"port {address.port} of 127.0.0.1"):
-            wait_for_hosts(address, hosts(2)[0], 60)
-        assert time.monotonic() - begin < 30
+            wait_for_hosts(address, hosts(2)[0], 3600)
 
 
 def test_a_coordinator_out_of_reach_is_refused_in_time():
     address = free_address()
-    begin = time.monotonic()
     with pytest.raises(DistributedError) as caught:
         join_host_0(address, hosts(2)[1], 1)
-    assert time.monotonic() - begin < 30
     assert f"host 1 could not reach the coordinator at {address} within 1 s" in str(caught.value)
 
 
@@ -133,7 +130,7 @@ def test_another_program_on_the_port_is_not_taken_for_host_0():
         greeter.start()
         with pytest.raises(DistributedError, match="another program may use this port"):
             join_host_0(address, hosts(2)[1], 5)
-        greeter.join(timeout=10)
+        greeter.join(timeout=PATIENCE_S)
 
 
 @settings(max_examples=20, deadline=None)
@@ -146,16 +143,16 @@ def test_a_client_that_is_no_host_is_ignored(said):
     with connected(address) as stranger:
         stranger.sendall(said + b"\n")
     assert meet(hosts(2, 1), address) == [None]
-    zero.join(timeout=30)
+    zero.join(timeout=PATIENCE_S)
     assert told == [None]
 
 
 def connected(address: Address) -> socket.socket:
     """A connection, as soon as a process listens."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return socket.create_connection(address, timeout=5)
+            return socket.create_connection(address, timeout=PATIENCE_S)
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -164,7 +161,7 @@ def connected(address: Address) -> socket.socket:
 def test_a_job_of_several_machines_listens_on_all_addresses():
     address = Address("node-1.cluster", free_address().port)
     with address.listen():
-        socket.create_connection(("127.0.0.1", address.port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", address.port), timeout=PATIENCE_S).close()
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:65536", "host:x"])
@@ -201,12 +198,12 @@ def sealed(secret: str, kind: str, nonce: str, body: str) -> bytes:
 def challenged(address: Address) -> tuple[socket.socket, str]:
     """A new connection, and the nonce that host 0 sent."""
     connection = connected(address)
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE_S)
     return connection, connection.recv(1000).decode().strip()
 
 
 @contextlib.contextmanager
-def host_0(address: Address, secret: str = SECRET, timeout_s: float = 20):
+def host_0(address: Address, secret: str = SECRET, timeout_s: float = PATIENCE_S):
     """Host 0 of two; what it is told is in the list when the block has ended."""
     told: list[str | None] = []
     zero = threading.Thread(
@@ -214,13 +211,13 @@ def host_0(address: Address, secret: str = SECRET, timeout_s: float = 20):
     )
     zero.start()
     yield told
-    zero.join(timeout=30)
+    zero.join(timeout=PATIENCE_S)
     assert not zero.is_alive()
 
 
 def closed(connection: socket.socket) -> bool:
-    """Whether the other side closes this connection within ten seconds."""
-    connection.settimeout(10)
+    """Whether the other side closes this connection."""
+    connection.settimeout(PATIENCE_S)
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -302,13 +299,13 @@ def test_join_takes_the_secret_of_the_environment(monkeypatch):
     other.start()
     # Host 1 got as far as the comparison of versions, which are made up here.
     with pytest.raises(DistributedError, match="the version of jaxserve is"):
-        join(str(address), 2, 0, timeout_s=20)
-    other.join(timeout=30)
+        join(str(address), 2, 0, timeout_s=PATIENCE_S)
+    other.join(timeout=PATIENCE_S)
     assert "the version of jaxserve is" in told[0]
 
 
 def test_many_slow_connections_do_not_delay_a_host(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_HELLO_S", 60.0)
+    monkeypatch.setattr(rendezvous, "_HELLO_S", 3600.0)
     address = free_address()
     with host_0(address) as told, contextlib.ExitStack() as slow:
         for _ in range(300):
@@ -326,9 +323,7 @@ def test_a_hello_has_a_limit_and_a_deadline(monkeypatch, data):
         with connection:
             with contextlib.suppress(ConnectionError):  # closed before all of it was sent
                 connection.sendall(data)
-            begin = time.monotonic()
             assert closed(connection)
-            assert time.monotonic() - begin < 15
         assert meet(hosts(2, 1), address, secret=SECRET) == [None]
     assert told == [None]
 
@@ -350,7 +345,7 @@ def test_an_impostor_is_not_taken_for_host_0(reply):
         def pretend() -> None:
             connection, _ = server.accept()
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(10)
+                connection.settimeout(PATIENCE_S)
                 connection.sendall(b"0" * 32 + b"\n")
                 connection.recv(1 << 16)
                 connection.sendall(reply)
@@ -359,7 +354,7 @@ def test_an_impostor_is_not_taken_for_host_0(reply):
         impostor.start()
         with pytest.raises(DistributedError, match="did not respond as host 0 does"):
             join_host_0(address, hosts(2)[1], 5, SECRET)
-        impostor.join(timeout=20)
+        impostor.join(timeout=PATIENCE_S)
         assert not impostor.is_alive()
 
 
@@ -371,15 +366,13 @@ def test_a_host_0_that_sends_a_byte_at_a_time_is_given_up(monkeypatch):
         def drip() -> None:
             connection, _ = server.accept()
             with connection, contextlib.suppress(OSError):
-                for _ in range(600):
+                while True:
                     connection.sendall(b"0")
                     time.sleep(0.1)
 
         dripper = threading.Thread(target=drip)
         dripper.start()
-        begin = time.monotonic()
         with pytest.raises(DistributedError, match="did not respond as host 0 does"):
             join_host_0(address, hosts(2)[1], 0.5, SECRET)
-        assert time.monotonic() - begin < 30
-        dripper.join(timeout=20)
+        dripper.join(timeout=PATIENCE_S)
         assert not dripper.is_alive()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from kv_engines import Alone, bytes_of, settle
+from patience import PATIENCE_S
 from tiny_engines import TinyModel, assert_idle
 
 MAX_ENGINES = 6
@@ -20,7 +21,9 @@ def deep(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def kv_llm_for(llama, tmp_path_factory):
-    """LLMs of the tiny Llama by their settings; tiers are given in pages. They log all events."""
+    """LLMs of the tiny Llama by their settings; tiers are given in pages. They log all events, and
+    wait for pages of a lower tier however long it takes: on a busy machine a thread that copies
+    them may be late."""
     made = {}
     directory = tmp_path_factory.mktemp("kv")
 
@@ -35,6 +38,7 @@ def kv_llm_for(llama, tmp_path_factory):
                 trace_file=directory / f"{len(made)}.json",
                 **settings,
             )
+            made[key].engine.kv._offload._timeout_us = lambda *_: PATIENCE_S * 1_000_000
         llm = made[key] = made.pop(key)
         if len(made) > MAX_ENGINES:
             close(made.pop(next(iter(made))))

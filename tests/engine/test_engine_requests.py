@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from exhaustive import EXHAUSTIVE
+from patience import PATIENCE_S
 from scripts import run_script
 from tiny_engines import CONTEXT, LONGEST, Arrival, assert_idle, drive
 
@@ -226,7 +227,7 @@ def test_ctrl_c_at_any_moment(llama):
         assert threading.active_count() == threads
         assert interrupted == {MOMENTS}, interrupted
     """
-    run_script(script, timeout_s=120)
+    run_script(script, timeout_s=PATIENCE_S)
 
 
 # The end

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from scripts import run_script
 
 from pallas_kernels import backends, self_check
@@ -238,5 +239,5 @@ def test_only_kernels_for_gpus_need_absl():
         from pallas_kernels.paged_attention.tpu import attention, write
         from pallas_kernels.quantized_matmul import mosaic_tpu
         """,
-        timeout_s=120,
+        timeout_s=PATIENCE_S,
     )

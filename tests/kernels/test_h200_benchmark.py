@@ -11,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -243,9 +244,9 @@ def test_a_part_goes_on_after_a_crash(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(h200, "__file__", str(script))
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
     records = Records(tmp_path / "records.jsonl")
-    arguments = argparse.Namespace(out=tmp_path, only=(), seed=1, until=time.time() + 60)
-    assert h200.supervise("targets", time.time() + 60, arguments, records)
-    assert not h200.supervise("targets", time.time() + 60, arguments, records)
+    arguments = argparse.Namespace(out=tmp_path, only=(), seed=1, until=time.time() + PATIENCE_S)
+    assert h200.supervise("targets", time.time() + PATIENCE_S, arguments, records)
+    assert not h200.supervise("targets", time.time() + PATIENCE_S, arguments, records)
     last = {record["key"]: record for record in records.read()}
     assert last["first"]["status"] == "crashed" and "status 9" in last["first"]["why"]
     assert last["first"]["classes"] == [["merge", "first"]]
@@ -258,8 +259,8 @@ def test_a_part_that_cannot_begin_is_not_tried_again(tmp_path, monkeypatch):
     script.write_text("raise SystemExit(2)")
     monkeypatch.setattr(h200, "__file__", str(script))
     records = Records(tmp_path / "records.jsonl")
-    arguments = argparse.Namespace(out=tmp_path, only=(), seed=1, until=time.time() + 60)
-    assert not h200.supervise("targets", time.time() + 60, arguments, records)
+    arguments = argparse.Namespace(out=tmp_path, only=(), seed=1, until=time.time() + PATIENCE_S)
+    assert not h200.supervise("targets", time.time() + PATIENCE_S, arguments, records)
     assert [record["status"] for record in records.read()] == ["crashed"]
 
 
@@ -270,6 +271,6 @@ def test_what_hangs_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(h200, "STUCK_S", 3)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
     records = Records(tmp_path / "records.jsonl")
-    arguments = argparse.Namespace(out=tmp_path, only=(), seed=1, until=time.time() + 60)
-    assert h200.supervise("targets", time.time() + 60, arguments, records)
+    arguments = argparse.Namespace(out=tmp_path, only=(), seed=1, until=time.time() + PATIENCE_S)
+    assert h200.supervise("targets", time.time() + PATIENCE_S, arguments, records)
     assert [record["status"] for record in records.read()] == ["begun", "crashed"]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from pallas_kernels import self_check, self_check_process
 from pallas_kernels.paged_attention import KVPages, RaggedBatch, Visible, check_case, xla
@@ -109,7 +110,7 @@ def test_what_hangs_outlives_this_process_for_a_while_only(monkeypatch):
     process = self_check_process._started()
     process.stdin.write(pickle.dumps(check(hangs)))
     process.stdin.close()  # As if this process had been killed.
-    assert process.wait(timeout=60) == -signal.SIGALRM
+    assert process.wait(timeout=PATIENCE_S) == -signal.SIGALRM
     self_check.finish()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from scripts import run_script
 
 from jaxserve.core.errors import ConfigError
@@ -54,7 +55,10 @@ def test_runs_cover_the_pages_in_order_and_are_longest(pages):
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     writes=st.lists(
         st.lists(st.integers(0, NUM_PAGES - 1), unique=True, min_size=1), min_size=1, max_size=8
@@ -236,7 +240,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_write():
             assert (disk.read([5, 6]) == payload[:2]).all()
             disk.close()
     """
-    run_script(script, timeout_s=60)
+    run_script(script, timeout_s=PATIENCE_S)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from patience import PATIENCE_S
 from scripts import run_script
 
 from jaxserve.core.errors import ConfigError, EngineClosedError
@@ -33,7 +34,7 @@ from jaxserve.kv.tier import Tier
 
 NUM_PAGES, PAGE_BYTES = 8, 64
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
-LONG_US = 20_000_000  # only a failing test waits as long
+LONG_US = PATIENCE_S * 1_000_000  # only a failing test waits as long
 
 
 class Link:
@@ -268,7 +269,7 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
             full = worker.submit(Tier.HOST, [0, 1, 2], Tier.DISK, [0, 1, 2])
             small = worker.submit(Tier.HOST, [3], Tier.DISK, [0])
             while TransferState.PENDING in (full.state, small.state):
-                assert worker.wait(20_000_000)
+                assert worker.wait(400_000_000)
                 worker.ended()
             assert full.state == "failed" and full.error.startswith("OSError: [Errno 27]"), full
             assert small.state == "landed", small
@@ -276,7 +277,7 @@ def test_a_full_disk_fails_the_move_and_the_next_one_lands():
             assert (stores[Tier.HOST].read([0, 1, 2, 3]) == payload).all()
             worker.close()
     """
-    run_script(script, timeout_s=60)
+    run_script(script, timeout_s=PATIENCE_S)
 
 
 def test_abandoned_before_it_began_it_ends_at_once(bench):

@@ -11,6 +11,8 @@ import os
 import signal
 
 GAP_S = 0.02
+LONG_GAP_S = 0.25
+"""Between events that a client must not read at once, though it may be busy."""
 STRICT_FIELDS = {"model", "prompt", "stream", "max_tokens"}
 SLOW_S = 30.0
 TURN = asyncio.Lock()
@@ -76,12 +78,12 @@ def prompt_tokens(asked):
     return 3 + 2 * len(prompt.split()) if isinstance(prompt, str) else len(prompt)
 
 
-async def plain(send, asked, per_event=1, knows=("stream_options",), usage=True):
+async def plain(send, asked, per_event=1, knows=("stream_options",), usage=True, gap_s=GAP_S):
     """`max_tokens` words, `per_event` in each event."""
     await begin(send)
     left = asked["max_tokens"]
     while left:
-        await asyncio.sleep(GAP_S)
+        await asyncio.sleep(gap_s)
         count = min(per_event, left)
         left -= count
         more = {} if left else {"finish_reason": "length"}
@@ -100,11 +102,12 @@ async def plain(send, asked, per_event=1, knows=("stream_options",), usage=True)
 
 
 async def bundled(send, asked):
-    await plain(send, asked, per_event=3)
+    await plain(send, asked, per_event=3, gap_s=LONG_GAP_S)
 
 
 async def with_ids(send, asked):
-    await plain(send, asked, per_event=3, knows=("stream_options", "return_token_ids"))
+    knows = ("stream_options", "return_token_ids")
+    await plain(send, asked, per_event=3, knows=knows, gap_s=LONG_GAP_S)
 
 
 async def no_usage(send, asked):

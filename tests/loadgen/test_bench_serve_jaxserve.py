@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from server_process import ServerProcess, write_chat_model
@@ -42,7 +43,7 @@ def bench(base_url, tmp_path):
             [*BENCH, f"--base-url={base_url}", f"--output={output}", *map(str, args)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
         return done, json.loads(output.read_text()) if output.exists() else None
 

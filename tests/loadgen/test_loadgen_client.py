@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 import scripted_server
+from patience import PATIENCE_S
 
 from jaxserve.loadgen.client import open_session, spread, stream
 from jaxserve.loadgen.endpoint import LoadEndpoint
@@ -15,7 +16,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 TOKENS = 7
 
 
-def ask(server, model, kind="completions", timeout_s=20.0, **fields):
+def ask(server, model, kind="completions", timeout_s=PATIENCE_S, **fields):
     async def run():
         endpoint = LoadEndpoint(f"{server}/v1", kind, model, fields)
         async with open_session(None, timeout_s) as http:

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from patience import PATIENCE_S
 
 from jaxserve.core.errors import ConfigError, EndpointError
 from jaxserve.loadgen.client import open_session
@@ -13,7 +14,7 @@ from jaxserve.loadgen.endpoint import LoadEndpoint, find_out
 from jaxserve.loadgen.prompts import TextLength
 
 
-def ask(base_url, kind="completions", model=None, prompt_format="auto", timeout_s=20.0):
+def ask(base_url, kind="completions", model=None, prompt_format="auto", timeout_s=PATIENCE_S):
     async def run():
         async with open_session(None, timeout_s) as http:
             return await find_out(http, base_url, kind, model, prompt_format)

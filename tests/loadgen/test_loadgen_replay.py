@@ -34,7 +34,8 @@ def test_requests_are_sent_without_waiting_for_earlier_responses():
     results = asyncio.run(run())
     assert [result.response.output_tokens for result in results] == [0, 1, 2, 3]
     assert [result.request for result in results] == requests
-    assert all(result.lag_us >= 0 for result in results)
+    # Timers of event loops have a resolution of a millisecond.
+    assert all(result.lag_us >= -1_000 for result in results)
     assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from exhaustive import combination
 from mesh_engines import load, on_mesh
+from patience import PATIENCE_S
 from tiny_engines import CONTEXT, Arrival, TinyModel, drive
 
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -84,7 +85,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 host, address, settings = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 from jaxserve.distributed.runtime import join
-join(address, 2, host, devices=1, timeout_s=120)
+join(address, 2, host, devices=1, timeout_s=400)
 from jaxserve import LLM, SamplingParams
 with LLM(**settings) as llm:
     if host:
@@ -120,7 +121,7 @@ def test_two_hosts_say_what_one_says(structured):
         for host in range(2)
     ]
     try:
-        (answers, error), (_, followed) = [host.communicate(timeout=240) for host in hosts]
+        (answers, error), (_, followed) = [host.communicate(timeout=PATIENCE_S) for host in hosts]
     finally:
         for host in hosts:
             host.kill()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from exhaustive import EXHAUSTIVE
+from patience import PATIENCE_S
 
 COLAB = Path(__file__).parents[2] / "colab"
 PICTURES = {
@@ -80,7 +81,7 @@ with TerminalProgress() as progress:
     progress("weights", 2, 2)
 """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=PATIENCE_S, kernel_name="python3").execute()
     (output,) = notebook.cells[0].outputs
     weights, programs = output["data"]["text/plain"].splitlines()
     assert weights.startswith("Loading weights") and "100%" in weights

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from jaxserve.protocol.errors import FieldError
 from jaxserve.protocol.parsing.answer import Answer, AnswerReader
@@ -141,7 +142,7 @@ def test_a_long_answer_is_read_in_linear_time():
         for _ in range(50_000):
             reader.push('<tool_call>{"a": [{"b": "c' if how == "hermes" else '{"a": [')
         reader.finish()
-    assert time.process_time() - begin < 20
+    assert time.process_time() - begin < 60
 
 
 @pytest.mark.parametrize(
@@ -226,17 +227,22 @@ def test_tools_too_large_are_refused_at_once():
             check_tools([tool("f", parameters)], None)
     with pytest.raises(FieldError, match=r"^tools are too large"):  # they count together
         check_tools([tool(f"f{i}", {"description": "a" * 2000}) for i in range(40)], None)
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < 20
 
 
-def test_a_schema_is_checked_once():
-    large = {"anyOf": [{"const": number} for number in range(1500)]}
-    times = []
+def test_a_schema_is_checked_once(monkeypatch):
+    checked = []
+
+    def check_schema(schema):
+        checked.append(schema)
+        return check(schema)
+
+    check = Draft202012Validator.check_schema
+    monkeypatch.setattr(Draft202012Validator, "check_schema", check_schema)
+    schema = {"anyOf": [{"const": number} for number in range(1500)]}
     for name in ("first", "again"):
-        begin = time.process_time()
-        check_tools([tool(name, large)], None)
-        times.append(time.process_time() - begin)
-    assert times[1] < times[0] / 5
+        check_tools([tool(name, schema)], None)
+    assert len(checked) == 1
 
 
 def test_formats_are_read_off_templates():

@@ -143,7 +143,9 @@ def test_quantized_kv_is_offered_for_a_longer_context(tmp_path):
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     free=st.integers(1 << 16, 1 << 23),

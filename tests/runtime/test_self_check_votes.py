@@ -8,6 +8,7 @@ import json
 import threading
 
 import pytest
+from patience import PATIENCE_S
 
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.runtime.hardware.devices import DescribedDevice
@@ -30,7 +31,7 @@ class Host:
 
     def gather(self, name, value):
         self.job.ballots[name][self.host] = json.loads(json.dumps(value))
-        self.job.turn.wait(30)
+        self.job.turn.wait(PATIENCE_S)
         return [self.job.ballots[name][host] for host in range(self.job.turn.parties)]
 
     def failures(self):
@@ -72,7 +73,7 @@ class Job:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         return [found[host.host] for host in self.hosts]
 
 

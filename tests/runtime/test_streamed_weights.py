@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from jaxserve.core.errors import ConfigError, WeightsError
 from jaxserve.runtime.weights import streamed
@@ -240,7 +241,7 @@ def test_waiting_for_a_read_is_a_stall(file, monkeypatch):
     preadv = os.preadv
 
     def slow(*args):
-        time.sleep(0.05)
+        time.sleep(0.2)
         return preadv(*args)
 
     monkeypatch.setattr(os, "preadv", slow)
@@ -271,7 +272,7 @@ def test_a_read_that_hangs_is_logged(file, monkeypatch, caplog):
     preadv, go_on = os.preadv, threading.Event()
 
     def hanging(*args):
-        go_on.wait(10)
+        go_on.wait(PATIENCE_S)
         return preadv(*args)
 
     monkeypatch.setattr(os, "preadv", hanging)

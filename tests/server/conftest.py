@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 sys.path.insert(0, str(Path(__file__).parent))
 from server_process import ServerProcess, write_chat_model
@@ -38,5 +39,5 @@ def client(server: ServerProcess):
     """OpenAI's client, which does not try again."""
     openai = pytest.importorskip("openai")
     url = f"http://127.0.0.1:{server.port}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_checkpoints import CONFIG, random_tensors, write_hf
 
@@ -22,7 +23,7 @@ SETTINGS = (
     "--page-size=16",
     f"--kv-cache-memory-bytes={8 << 20}",
 )
-READY_S = 600
+READY_S = 1000
 CONTEXT = 2048
 TEMPLATE = (
     "{% if tools %}<tool_call> {{ tools | tojson }}\n{% endif %}"
@@ -56,7 +57,7 @@ class ServerProcess:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         self.port = self._port()  # 0 on a Unix socket
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
 
     def wait_ready(self) -> ServerProcess:
         self._until(lambda: self.client.get("/health").status_code == 200, READY_S)
@@ -88,7 +89,7 @@ class ServerProcess:
                 samples[(sample.name, *labels.values())] = sample.value
         return samples
 
-    def wait_idle(self, within_s: float = 30) -> None:
+    def wait_idle(self, within_s: float = PATIENCE_S) -> None:
         """Until nothing runs, waits, or holds pages."""
 
         def idle() -> bool:
@@ -99,7 +100,7 @@ class ServerProcess:
 
         self._until(idle, within_s)
 
-    def stop(self, number: int = signal.SIGTERM, within_s: float = 60) -> int:
+    def stop(self, number: int = signal.SIGTERM, within_s: float = PATIENCE_S) -> int:
         """The exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -115,7 +116,7 @@ class ServerProcess:
 
     def wait_logged(self, words: str) -> None:
         """Until a line with these words is in the log. That of a request follows its response."""
-        self._until(lambda: words in self.text(), 30)
+        self._until(lambda: words in self.text(), PATIENCE_S)
 
     def _port(self) -> int:
         found: list[re.Match[str]] = []
@@ -130,9 +131,11 @@ class ServerProcess:
 
     def _until(self, condition, within_s: float) -> None:
         give_up = time.monotonic() + within_s
-        while not condition():
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < give_up, self.text()
+        while True:
+            runs = self.process.poll() is None  # Before: its last words may meet the condition.
+            if condition():
+                return
+            assert runs and time.monotonic() < give_up, self.text()
             time.sleep(0.05)
 
 

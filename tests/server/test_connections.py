@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from jaxserve.cli.serve import Serve
 from jaxserve.core.errors import OverloadedError
@@ -29,15 +30,15 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 WAITS_FOR_BODY = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
 
 
-def served(scenario, keys=(), max_connections=100) -> None:
+def served(scenario, keys=(), limits=None) -> None:
     """Run a scenario with the port of a server that has no engine, so /health says "starting"."""
 
     async def run() -> None:
         settings = apps.AppSettings(keys, 1 << 20, log_requests=False)
-        limits = ConnectionLimits(max_connections)
-        app = apps.create_app(Service(["tiny"], 8), settings, limits)
+        limited = limits or ConnectionLimits(100)
+        app = apps.create_app(Service(["tiny"], 8), settings, limited)
         with listen("127.0.0.1", 0) as listener:
-            server = http_server(app, limits)
+            server = http_server(app, limited)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with contextlib.AsyncExitStack() as stack:
@@ -47,7 +48,7 @@ def served(scenario, keys=(), max_connections=100) -> None:
                 server.should_exit = True
                 await serving
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
 async def connect(stack, port, data, host):
@@ -59,12 +60,12 @@ async def connect(stack, port, data, host):
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
     length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
     return head + await reader.readexactly(length)
 
 
-async def closed(reader: asyncio.StreamReader, within_s: float = 10) -> bool:
+async def closed(reader: asyncio.StreamReader, within_s: float = PATIENCE_S) -> bool:
     """Whether the server closes the connection and sends nothing more."""
     try:
         return await asyncio.wait_for(reader.read(), within_s) == b""
@@ -80,7 +81,7 @@ def test_small_packets_are_not_delayed():
 
 
 def test_a_header_that_does_not_end_closes_its_connection(monkeypatch):
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 1.0)
 
     async def scenario(connect):
         readers = [(await connect(data))[0] for data in (b"", b"G", HALF)]
@@ -88,7 +89,7 @@ def test_a_header_that_does_not_end_closes_its_connection(monkeypatch):
         assert (await answer(again)).startswith(b"HTTP/1.1 503")
         writer.write(HALF)
         reading, body = await connect(WAITS_FOR_BODY)  # this has another limit
-        assert all([await closed(reader, 3) for reader in (*readers, again)])
+        assert all([await closed(reader) for reader in (*readers, again)])
         assert not await closed(reading, 0.5)
         body.write(b'{"a": 1}\n')
         assert (await answer(reading)).startswith(b"HTTP/1.1 400")
@@ -97,13 +98,13 @@ def test_a_header_that_does_not_end_closes_its_connection(monkeypatch):
 
 
 def test_the_rest_of_a_refused_body_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 1.0)
 
     async def scenario(connect):
         reader, writer = await connect(WAITS_FOR_BODY)
         assert (await answer(reader)).startswith(b"HTTP/1.1 401")
         writer.write(b" ")
-        assert await closed(reader, 3)
+        assert await closed(reader)
 
     served(scenario, keys=("key",))
 
@@ -119,15 +120,18 @@ def test_many_half_open_connections_block_no_client():
         assert not await closed(flood[-1][0], 0.1)
         assert not await closed(others[-1][0], 0.1)
 
-    served(scenario, max_connections=8)
+    served(scenario, limits=ConnectionLimits(8))
 
 
 def test_requests_in_progress_are_bounded_and_health_is_answered(monkeypatch):
     monkeypatch.setattr(connections, "RESERVED", 4)
 
+    limits = ConnectionLimits(6)
+
     async def scenario(connect):
         reading = [await connect(WAITS_FOR_BODY) for _ in range(4)]
-        await asyncio.sleep(0.2)
+        while len(limits._open) < 4 or limits._waiting:  # Until all four have been read.
+            await asyncio.sleep(0)
         refused, _ = await connect(WAITS_FOR_BODY)
         text = await answer(refused)
         assert text.startswith(b"HTTP/1.1 503") and b"too many requests" in text
@@ -141,7 +145,7 @@ def test_requests_in_progress_are_bounded_and_health_is_answered(monkeypatch):
             body.write(b'{"a": 1}\n')
             assert (await answer(reader)).startswith(b"HTTP/1.1 400"), "none was cut off"
 
-    served(scenario, max_connections=6)
+    served(scenario, limits=limits)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_requests_in_progress_are_bounded_and_health_is_answered(monkeypatch):
 def test_headers_that_are_ambiguous_or_too_large(lines, statuses):
     async def scenario(connect):
         reader, _ = await connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines)
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
         assert head.split()[1] in statuses
         assert (b"connection: close" in head.lower()) == (b"503" not in statuses)
 
@@ -206,7 +210,7 @@ def test_workers_refuse_what_is_too_much_or_too_late(monkeypatch):
         pool = PreparationPool(1)
         assert await pool.run(1, pow, 2, 3) == 8
         monkeypatch.setattr(preparation, "DEADLINE_S", 0.2)
-        first = asyncio.create_task(pool.run(2, end.wait, 30))
+        first = asyncio.create_task(pool.run(2, end.wait, PATIENCE_S))
         second = asyncio.create_task(pool.run(2, pow, 2, 3))
         await asyncio.sleep(0)  # Both have begun, and neither is late yet.
         with pytest.raises(OverloadedError, match="2 requests are being prepared"):
@@ -224,7 +228,7 @@ def test_workers_refuse_what_is_too_much_or_too_late(monkeypatch):
         while pool.busy:
             await asyncio.sleep(0.01)
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_as_many_files_may_be_open_as_the_system_allows():
@@ -237,7 +241,7 @@ limits = ConnectionLimits.of_system()
 print(limits.max_connections, limits.max_of_peer, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert run.stdout.split() == ["1424", "1068", "2000"]
 

@@ -6,6 +6,7 @@ import json
 import socket
 
 import pytest
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.interfaces
 
@@ -220,7 +221,7 @@ def test_request_ids_that_no_log_should_have(server, given):
 
 def test_headers_too_large_are_refused_and_the_port_lives(server):
     for lines in (b"X: " + b"a" * (1 << 20), b"X: a\r\n" * 100_000, b"no header at all \xff"):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as raw:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as raw:
             try:
                 raw.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n" + lines + b"\r\n\r\n")
                 answer = raw.recv(100)

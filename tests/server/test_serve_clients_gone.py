@@ -14,6 +14,7 @@ import time
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from server_process import prompt_of
 
 pytestmark = pytest.mark.interfaces
@@ -21,11 +22,12 @@ pytestmark = pytest.mark.interfaces
 PATH = "/v1/completions"
 ENDLESS = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 
-# Reads one event and then only waits, to be killed.
+# When it is told to begin it reads one event and then only waits, to be killed.
 _CLIENT = """
 import sys, time, httpx
+sys.stdin.readline()
 with httpx.stream("POST", sys.argv[1], json={"prompt": "kill me", "max_tokens": 1900,
-                  "ignore_eos": True, "stream": True}, timeout=60) as answer:
+                  "ignore_eos": True, "stream": True}, timeout=600) as answer:
     next(answer.iter_lines())
     print("streaming", flush=True)
     time.sleep(600)
@@ -37,7 +39,7 @@ def aborted(server) -> float:
 
 
 def wait_for_aborts(server, count: float) -> None:
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + PATIENCE_S
     while aborted(server) < count and time.monotonic() < give_up:
         time.sleep(0.02)
     assert aborted(server) == count
@@ -47,7 +49,9 @@ async def hung_up(server, bodies, open_sequences: int) -> None:
     """Posts that are given up once the server has so many sequences of theirs."""
     server.wait_idle()  # Of earlier clients.
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
-        posts = [asyncio.create_task(client.post(PATH, json=body, timeout=60)) for body in bodies]
+        posts = [
+            asyncio.create_task(client.post(PATH, json=body, timeout=PATIENCE_S)) for body in bodies
+        ]
         name = ("jaxserve:open_sequences",)
         while (await asyncio.to_thread(server.metrics))[name] < open_sequences:
             await asyncio.sleep(0.01)
@@ -79,10 +83,14 @@ def test_clients_killed_mid_stream(server):
     before = aborted(server)
     url = f"http://127.0.0.1:{server.port}{PATH}"
     clients = [
-        subprocess.Popen([sys.executable, "-c", _CLIENT, url], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", _CLIENT, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         for _ in range(3)
     ]
     for client in clients:
+        client.stdin.write(b"\n")
+        client.stdin.close()
         assert client.stdout.readline() == b"streaming\n"
         os.kill(client.pid, signal.SIGKILL)
         client.wait()
@@ -114,7 +122,9 @@ def test_an_abort_storm_leaves_others_alone(server):
             post.cancel()
             await asyncio.gather(post, return_exceptions=True)
 
-        async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=60) as client:
+        async with httpx.AsyncClient(
+            base_url=base_url, limits=limits, timeout=PATIENCE_S
+        ) as client:
             await asyncio.gather(*(one(client, number) for number in range(150)))
 
     survivor.start()
@@ -136,7 +146,7 @@ def test_a_slow_reader_delays_no_other_client(server):
         raw.connect(("127.0.0.1", server.port))
         before = server.metrics()[done]
         raw.sendall(head + body)
-        give_up = time.monotonic() + 300
+        give_up = time.monotonic() + PATIENCE_S
         while server.metrics()[done] < before + 4 and time.monotonic() < give_up:
             time.sleep(0.1)
         assert server.metrics()[done] == before + 4, "it waited for its reader"
@@ -162,7 +172,9 @@ def test_256_streams_at_once(server):
     async def everything():
         limits = httpx.Limits(max_connections=None)
         base_url = f"http://127.0.0.1:{server.port}"
-        async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=300) as client:
+        async with httpx.AsyncClient(
+            base_url=base_url, limits=limits, timeout=PATIENCE_S
+        ) as client:
             return await asyncio.gather(*(one(client, number) for number in range(256)))
 
     ends = asyncio.run(everything())

@@ -8,6 +8,7 @@ import threading
 import time
 
 import httpx
+from patience import PATIENCE_S
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.server.app import AppSettings, create_app
@@ -69,7 +70,7 @@ def test_requests_and_health_tell_of_it(llama, monkeypatch):
             assert service.num_sequences == 0
             await asyncio.to_thread(engine.close)
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def test_the_server_ends_with_its_engine(llama, monkeypatch, caplog):
@@ -91,7 +92,7 @@ def test_the_server_ends_with_its_engine(llama, monkeypatch, caplog):
             serving = asyncio.create_task(
                 serve(service, settings, listener, load, Stopping(20, None))
             )
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)
                 answer = await client.post(PATH, json=ENDLESS)
@@ -99,5 +100,5 @@ def test_the_server_ends_with_its_engine(llama, monkeypatch, caplog):
                 assert "fell off the bus" in answer.json()["error"]["message"]
             return await serving
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 120)) == 1
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)) == 1
     assert "the engine has failed" in caplog.text

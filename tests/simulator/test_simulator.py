@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from scripts import run_script
 from simulations import TIMES, simulation, tiny_trace
 
@@ -44,7 +45,7 @@ def test_every_scheduler_runs_where_jax_is_missing():
         import simulations
         simulations.check_all()
         """,
-        timeout_s=300,
+        timeout_s=PATIENCE_S,
     )
 
 

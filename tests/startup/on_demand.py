@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ MAX_LOADED = 300
 """Executables kept: each has some 70 memory maps, and a process may have 65,530."""
 _build = Compilation._build
 _read = ExecutableCache._read
+_store = ExecutableCache.store
 _loaded: collections.OrderedDict[tuple[int, int], jax.stages.Compiled | None]
 _loaded = collections.OrderedDict()
+_files: dict[Hashable, Path] = {}
+"""Where an executable is, by what its program is made of."""
 _thread = threading.local()
 
 
@@ -42,7 +46,7 @@ class _OnDemand:
             if self._compiled is None:
                 _thread.compiles = True
                 try:
-                    self._compiled = _build(self._compilation, self._spec)
+                    self._compiled = _build_once(self._compilation, self._spec)
                 finally:
                     _thread.compiles = False
             return self._compiled
@@ -60,19 +64,72 @@ def _postpone(compilation: Compilation, spec: ProgramSpec) -> Program:
     return Program(spec.name, _OnDemand(compilation, spec), 0, 0, from_cache=False)
 
 
+def _build_once(compilation: Compilation, spec: ProgramSpec) -> Program:
+    """Engines of one process whose settings differ have many programs in common. The product lowers
+    each of them to find that out; here one is found by its function and arguments."""
+    cache = compilation._cache
+    if cache is None or not spec.cached_by_name or spec.elsewhere:
+        return _build(compilation, spec)
+    file = cache.directory / spec.name
+    if file.exists():
+        return _build(compilation, spec)
+    arrays, tree = jax.tree.flatten(spec.arguments())
+    key = (
+        *(spec.name, _identity_of(spec.function), spec.donated, repr(spec.outputs), tree),
+        *((array.shape, array.dtype, array.weak_type, repr(array.sharding)) for array in arrays),
+        *(cache._lowered, *cache._devices),
+    )
+    if key in _files:
+        cache._link(_files[key], spec.name)
+    program = _build(compilation, spec)
+    _files.setdefault(key, file)
+    return program
+
+
+def _identity_of(function: Callable[..., Any]) -> Hashable:
+    """Equal for functions of the same code and the same values."""
+    if isinstance(function, functools.partial):
+        keywords = ((name, _identity_of(value)) for name, value in function.keywords.items())
+        return _identity_of(function.func), *map(_identity_of, function.args), *keywords
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if set(names) == {"self", "func"}:  # Decorated by a context manager of contextlib.
+        cells = {name: cell.cell_contents for name, cell in zip(names, function.__closure__)}
+        manager = cells["self"]
+        return manager.func, *manager.args, *manager.kwds.items(), _identity_of(cells["func"])
+    return function
+
+
 def _read_once(cache: ExecutableCache, path: Path) -> jax.stages.Compiled | None:
     """Engines of one process share executables, since to load one takes tens of milliseconds."""
     try:
-        stat = path.stat()
+        file = _identity(path)
     except OSError:
         return None
-    file = (stat.st_ino, stat.st_mtime_ns)
     if file not in _loaded:
-        _loaded[file] = _read(cache, path)
+        _keep(file, _read(cache, path))
     _loaded.move_to_end(file)
+    return _loaded[file]
+
+
+def _store_and_keep(
+    cache: ExecutableCache, name: str, entry: Path, compiled: jax.stages.Compiled
+) -> None:
+    """The next engine of this process has it, and not one that is made of the file."""
+    _store(cache, name, entry, compiled)
+    with contextlib.suppress(OSError):  # It could not be stored.
+        _keep(_identity(entry), compiled)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """That of all links to a file."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _keep(file: tuple[int, int], compiled: jax.stages.Compiled | None) -> None:
+    _loaded[file] = compiled
     if len(_loaded) > MAX_LOADED:
         _loaded.popitem(last=False)
-    return _loaded[file]
 
 
 def install() -> None:
@@ -80,6 +137,7 @@ def install() -> None:
     one starts (by sitecustomize.py)."""
     Compilation._build = _postpone
     ExecutableCache._read = _read_once
+    ExecutableCache.store = _store_and_keep
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {"TESTS_COMPILE": "on demand", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -87,12 +145,12 @@ def install() -> None:
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
     """Engines made meanwhile compile ahead, and so do those of processes started meanwhile."""
-    before = Compilation._build, ExecutableCache._read
-    Compilation._build, ExecutableCache._read = _build, _read
+    before = Compilation._build, ExecutableCache._read, ExecutableCache.store
+    Compilation._build, ExecutableCache._read, ExecutableCache.store = _build, _read, _store
     environment = os.environ.pop("TESTS_COMPILE", None)
     try:
         yield
     finally:
-        Compilation._build, ExecutableCache._read = before
+        Compilation._build, ExecutableCache._read, ExecutableCache.store = before
         if environment is not None:
             os.environ["TESTS_COMPILE"] = environment

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from patience import PATIENCE_S
 from tiny_engines import assert_idle
 
 from jaxserve.async_engine import AsyncEngine
@@ -35,11 +36,11 @@ def let_go(monkeypatch):
     class Slow(Grammar):
         def __init__(self, vocabulary, spec):
             if spec == SLOW.structured_outputs:
-                let_go.wait(60)
+                let_go.wait(PATIENCE_S)
             super().__init__(vocabulary, spec)
 
     monkeypatch.setattr(grammars_module, "Grammar", Slow)
-    monkeypatch.setattr(grammars_module, "COMPILE_S", 60.0)  # A machine may be busy.
+    monkeypatch.setattr(grammars_module, "COMPILE_S", PATIENCE_S)  # A machine may be busy.
     yield let_go
     let_go.set()
 
@@ -54,14 +55,14 @@ def test_others_are_served_while_a_grammar_compiles(llama, served, let_go):
     async def scenario():
         slow = asyncio.create_task(engine.generate(prompt(llama), SLOW))
         gone = asyncio.create_task(engine.generate(prompt(llama), SLOW, "given up"))
-        free = await asyncio.wait_for(engine.generate(prompt(llama), FREE), 60)
+        free = await asyncio.wait_for(engine.generate(prompt(llama), FREE), PATIENCE_S)
         assert list(free.outputs[0].token_ids) == llama.answers[3][:8]
         assert not slow.done()
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
         let_go.set()
-        output = await asyncio.wait_for(slow, 60)
+        output = await asyncio.wait_for(slow, PATIENCE_S)
         assert output.outputs[0].text == "slow"
         assert output.outputs[0].finish_reason == "stop"
 

@@ -14,13 +14,12 @@ import time
 import numpy as np
 import pytest
 from kv_engines import Preempter, count, evict_all, settle, token_ids
+from patience import PATIENCE_S
 from tiny_engines import LONGEST, Arrival, assert_idle, drive, generate
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.kv.tier import Tier
-
-pytestmark = pytest.mark.timeout(60)
 
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=LONGEST, ignore_eos=True)
 GREEDY = dataclasses.replace(SEEDED, temperature=0)
@@ -60,16 +59,24 @@ def copies_of(monkeypatch):
 
 @pytest.fixture
 def llm(kv_llm_for):
-    llm = kv_llm_for(host=12, disk=64, preemption="swap")
-    yield llm
-    assert_idle(llm.engine)
+    with impatient(kv_llm_for(host=12, disk=64, preemption="swap")) as llm:
+        yield llm
 
 
 @pytest.fixture
 def disk_llm(kv_llm_for):
-    llm = kv_llm_for(disk=64, preemption="swap")
+    with impatient(kv_llm_for(disk=64, preemption="swap")) as llm:
+        yield llm
+
+
+@contextlib.contextmanager
+def impatient(llm):
+    """It gives up what is slower than computing, as for users."""
+    offload = llm.engine.kv._offload
+    patient = vars(offload).pop("_timeout_us")
     yield llm
     assert_idle(llm.engine)
+    offload._timeout_us = patient
 
 
 def fallbacks(engine):
@@ -160,16 +167,14 @@ def test_a_fetch_slower_than_computing_is_given_up(llama, alone, llm, copies_of)
     hang = threading.Event()
 
     def wait(copy, *given):
-        hang.wait(60)
+        hang.wait(PATIENCE_S)
         return copy(*given)
 
     copies = copies_of(llm)
     copies.wrap("upload", wait)
     before = fallbacks(llm.engine)["slow"]
-    begin = time.monotonic()
     try:
         output = generate(llm, prompt, SEEDED)
-        assert time.monotonic() - begin < 40
     finally:
         hang.set()
     assert token_ids(output) == alone.tokens(prompt, SEEDED)
@@ -180,19 +185,19 @@ def test_a_fetch_slower_than_computing_is_given_up(llama, alone, llm, copies_of)
     assert token_ids(again) == alone.tokens(prompt, SEEDED)
 
 
-def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
+def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of, monkeypatch):
     prompt, other = llama.prompts[-1], llama.prompts[5]
     generate(llm, prompt, SEEDED)
     evict_all(llm.engine)
     hang = threading.Event()
 
     def wait(copy, *given):
-        hang.wait(60)
+        hang.wait(PATIENCE_S)
         return copy(*given)
 
     copies_of(llm).wrap("upload", wait)
     engine = llm.engine
-    engine.kv._offload._timeout_us = lambda *given: 60_000_000
+    monkeypatch.setattr(engine.kv._offload, "_timeout_us", lambda *given: PATIENCE_S * 1_000_000)
     try:
         stuck = engine.add("stuck", prompt, SEEDED)
         request = engine.add("other", other, SEEDED)
@@ -208,7 +213,6 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
         assert token_ids(engine.output(stuck)) == alone.tokens(prompt, SEEDED)
     finally:
         hang.set()
-        del engine.kv._offload._timeout_us
         engine.abort("stuck")
         engine.abort("other")
         while engine.has_work:
@@ -218,20 +222,19 @@ def test_others_run_while_a_fetch_hangs(llama, alone, llm, copies_of):
 @pytest.mark.parametrize("name", ["download", "host write", "disk write"])
 def test_a_save_that_hangs_does_not_stop_decoding(llama, alone, llm, copies_of, name):
     """Staging buffers run out; page bytes are then lost, and not waited for at each step."""
-    hang = threading.Event()
+    hang, waited_for = threading.Event(), []
 
     def wait(copy, *given):
-        hang.wait(60)
+        if not hang.wait(PATIENCE_S):
+            waited_for.append(name)
         return copy(*given)
 
     copies_of(llm).wrap(name, wait)
-    begin = time.monotonic()
     try:
         check(llama, alone, llm)
-        elapsed = time.monotonic() - begin
     finally:
         hang.set()
-    assert elapsed < 40
+    assert not waited_for
 
 
 # Disks
@@ -346,7 +349,7 @@ def test_a_full_disk_leaves_the_host_tier_usable(llama, alone, llm, copies_of):
     for _ in range(5):
         engine.step()
     again = engine.add("again", prompt, params)
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while not again.finished and time.monotonic() < end:
         engine.step()
     finished = again.finished
@@ -380,7 +383,7 @@ def test_closing_while_pages_move(llama):
     llm = llama.load(debug_kv=True, preemption="swap", host_kv_bytes=1 << 16)
     release = threading.Event()
     llm.engine._kv_executor._worker._download = lambda staging: (
-        release.wait(5) and np.asarray(staging)
+        release.wait(PATIENCE_S) and np.asarray(staging)
     )
     generate(llm, llama.prompts[-1], dataclasses.replace(SEEDED, max_tokens=2))
     llm.engine.kv.evict(30)

@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from tiny_checkpoints import CONFIG, random_tensors, write_gguf, write_hf
 
 from jaxserve.core.errors import ModelError, WeightsError
@@ -163,7 +164,7 @@ def test_shards_go_to_their_devices(source, converted):
         [sys.executable, "-c", SHARDED, str(source), str(converted)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.stdout.strip() == "sharded equals whole", done.stderr
 

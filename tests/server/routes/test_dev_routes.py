@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from safetensors.numpy import load_file, save_file
 from test_service import BODY, PATH
 
@@ -49,7 +50,7 @@ def run(llama, scenario):
         finally:
             await asyncio.to_thread(engine.close)
 
-    asyncio.run(asyncio.wait_for(with_client(), 120))
+    asyncio.run(asyncio.wait_for(with_client(), PATIENCE_S))
 
 
 def test_requests_wait_while_the_engine_sleeps_and_new_ones_get_503(llama):

@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 from lora_adapters import merged, write_adapter
+from patience import PATIENCE_S
 
 from jaxserve.async_engine import AsyncEngine
 from jaxserve.cli.serve import Serve
@@ -44,7 +45,7 @@ def run(llama, adapters, scenario, snapshot=None):
         finally:
             await asyncio.to_thread(engine.close)
 
-    asyncio.run(asyncio.wait_for(with_client(), 120))
+    asyncio.run(asyncio.wait_for(with_client(), PATIENCE_S))
 
 
 def test_adapters_are_models_that_come_and_go(llama, adapters):

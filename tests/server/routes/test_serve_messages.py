@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.interfaces
 
@@ -24,7 +25,9 @@ WEATHER = {
 def claude(server):
     anthropic = pytest.importorskip("anthropic")
     url = f"http://127.0.0.1:{server.port}"
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    with anthropic.Anthropic(
+        base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as client:
         yield client
 
 
