@@ -189,8 +189,8 @@ def test_a_mesh_of_several_hosts_needs_their_network(run_here, config_70b, tmp_p
         document = json.loads(run.stdout)
         decode_s.append(document["session"]["decode_s"])
         assert document["memory_bytes"]["host"] == 0  # Several hosts offload no KV.
-    # Sums of a row over 16 devices, two in each layer, and that of the embeddings in none.
-    row_s = 249 * 160 * 2 * 15 / 16 * 8192 * 2 / 0.8 * (1 / (8 * 5e9) - 1 / (8 * 50e9))
+    # Sums over 16 devices, two in each layer, of the smallest program, which has two rows.
+    row_s = 249 * 2 * 160 * 2 * 15 / 16 * 8192 * 2 / 0.8 * (1 / (8 * 5e9) - 1 / (8 * 50e9))
     assert decode_s[1] - decode_s[0] == pytest.approx(row_s, rel=0.02)
     own.write_text(own.read_text().replace("network_bytes_per_s = 5e9", ""))
     run = run_here("plan", config_70b, "--device", own, "--devices=16")
