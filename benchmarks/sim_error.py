@@ -119,17 +119,19 @@ def simulate(
 
 
 def latencies(summaries: Sequence[SequenceSummary]) -> dict[str, float]:
-    """Percentiles in milliseconds."""
+    """Percentiles, and a mean, in milliseconds."""
     times = {
         "TTFT": [summary.ttft_us for summary in summaries],
         "ITL": [us for summary in summaries for us in summary.inter_token_us],
         "e2e": [summary.e2e_us for summary in summaries],
     }
-    return {
+    found = {
         f"{name} P{percent} ms": percentile(of, percent) / 1e3
         for name, of in times.items()
         for percent in (50, 90)
     }
+    # A percentile may lie between steps that only decode and those that prefill; the mean does not.
+    return found | {"ITL mean ms": fmean(times["ITL"]) / 1e3}
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
