@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from exhaustive import combination
 from scripts import run_script
 from simulations import TIMES, simulation, tiny_trace
 from tiny_engines import TinyModel
@@ -201,27 +202,26 @@ def test_decisions_are_those_of_the_engine_that_computes(started, scheduler):
     compare(plan, tokenizer, runner, tiny_trace(seed=3))
 
 
-def test_decisions_are_those_of_the_engine_that_reads_below_the_device(tmp_path):
-    """Layers on disk, three steps to a read, and older KV on the host."""
-    model = TinyModel.write_llama(tmp_path, num_hidden_layers=5)
-    settings = {
-        "weights_on": "disk",
-        "steps_per_weight_read": 3,
-        "max_num_seqs": 7,
-        "kv_on": "host",
-        "resident_kv_tokens": 16,
-        "max_num_batched_tokens": 3 + 16,
-        "debug_kv": True,
-    }
-    plan, tokenizer, runner = start(
-        EngineConfig(str(model.path), **model.settings(**settings)), EventLog()
-    )
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {},
+        combination({"kv_on": "host", "resident_kv_tokens": 16}),
+    ],
+)
+def test_decisions_are_those_of_the_engine_that_reads_below_the_device(tmp_path, kv):
+    """Layers on disk, two steps to a read; older KV on the host."""
+    model = TinyModel.write_llama(tmp_path, num_hidden_layers=3)
+    blocks = {"weights_on": "disk", "steps_per_weight_read": 2, "max_num_seqs": 2}
+    blocks |= {"max_num_batched_tokens": 1 + 16, "host_kv_bytes": None if kv else 0}
+    settings = model.settings(debug_kv=True, **blocks | kv)
+    plan, tokenizer, runner = start(EngineConfig(str(model.path), **settings), EventLog())
     runner.__class__ = TimedRunner
-    reads = LayerReads(weights_s=2e-2, page_s=1e-3, latency_s=1e-4, group_pages=4, steps=3)
-    steps = compare(plan, tokenizer, runner, tiny_trace(seed=3), reads)
+    reads = LayerReads(weights_s=2e-2, page_s=1e-3, latency_s=1e-4, group_pages=4, steps=2)
+    steps = compare(plan, tokenizer, runner, tiny_trace(seed=3, count=8), reads)
     runner.close()
     chunks = [chunk for step in steps for chunk in (*step.plan.decodes, *step.plan.prefills)]
-    assert any(chunk.host_pages for chunk in chunks)
+    assert any(chunk.host_pages for chunk in chunks) == bool(kv)
     assert any(not step.together for step in steps)  # Steps that ran in a block.
 
 
