@@ -1,4 +1,4 @@
-"""Lengths of requests, drawn at random: endless pairs of prompt and output tokens."""
+"""LengthPairs of requests, drawn at random: endless pairs of prompt and output tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-Lengths = Iterator[tuple[int, int]]
+LengthPairs = Iterator[tuple[int, int]]
 
 _Z90 = 1.2815515655446004
 """Standard deviations from the median of a normal distribution to its 90th percentile."""
@@ -22,7 +22,7 @@ class Quantiles(NamedTuple):
     p90: int
 
 
-def uniform_lengths(prompt: int, output: int, seed: int, range_ratio: float = 0.0) -> Lengths:
+def uniform_lengths(prompt: int, output: int, seed: int, range_ratio: float = 0.0) -> LengthPairs:
     """Both uniform in `1 - range_ratio .. 1 + range_ratio` times the given ones."""
     draw = _random(seed)
 
@@ -34,7 +34,9 @@ def uniform_lengths(prompt: int, output: int, seed: int, range_ratio: float = 0.
         yield length(prompt), length(output)
 
 
-def zipf_lengths(prompt: int, output: int, seed: int, range_ratio: float, theta: float) -> Lengths:
+def zipf_lengths(
+    prompt: int, output: int, seed: int, range_ratio: float, theta: float
+) -> LengthPairs:
     """As Vidur draws them (Agrawal et al. 2024): the tokens of a request, of its prompt and its
     output, are in `1 - range_ratio .. 1 + range_ratio` times those given, the n-th smallest number
     with a probability in proportion to n^-theta. The ratio of prompt to output is that given."""
@@ -48,7 +50,7 @@ def zipf_lengths(prompt: int, output: int, seed: int, range_ratio: float, theta:
         yield tokens - outputs, outputs
 
 
-def lognormal_lengths(prompt: Quantiles, output: Quantiles, seed: int) -> Lengths:
+def lognormal_lengths(prompt: Quantiles, output: Quantiles, seed: int) -> LengthPairs:
     """Both log-normal, by what papers report of data sets."""
     draw = _random(seed)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.loadgen.lengths import Lengths
+from jaxserve.loadgen.lengths import LengthPairs
 
 _BLOCK_TOKENS = 512
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -98,7 +98,7 @@ def gaps(rate_per_s: float, seed: int, burstiness: float = 1.0) -> Iterator[floa
 
 
 def drawn(
-    rate_per_s: float, lengths: Lengths, seed: int, burstiness: float = 1.0
+    rate_per_s: float, lengths: LengthPairs, seed: int, burstiness: float = 1.0
 ) -> Iterator[TraceRequest]:
     """Endless requests of these lengths, whose gaps are those of `gaps`; with an infinite rate all
     arrive at 0."""
@@ -110,7 +110,7 @@ def drawn(
 class Fit:
     """Scales a load to a server.
 
-    Arrivals are `rate_scale` times as fast. Lengths, and the blocks that prompts share, are
+    Arrivals are `rate_scale` times as fast. LengthPairs, and the blocks that prompts share, are
     multiplied by `length_scale`, then lengths are capped at `max_prompt_tokens` and
     `max_output_tokens`. The load ends after `num_requests`, or with the last arrival before
     `duration_us`.

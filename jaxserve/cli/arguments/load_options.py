@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.loadgen.lengths import (
-    Lengths,
+    LengthPairs,
     Quantiles,
     lognormal_lengths,
     uniform_lengths,
@@ -129,7 +129,7 @@ class LoadOptions:
         """Tokens of a drawn prompt, and of an output: the medians of log-normal ones."""
         return self.input_len or 128, self.output_len or 64
 
-    def _lengths(self, seed: int) -> Lengths:
+    def _lengths(self, seed: int) -> LengthPairs:
         """Those of drawn requests."""
         prompt, output = self._means()
         ratio = self.random_range_ratio or 0.0
