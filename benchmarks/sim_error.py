@@ -31,6 +31,7 @@ from jaxserve.core.steps.results import DispatchedStep, StepResults
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.engine.prompts import TokenizedPrompt
+from jaxserve.loadgen.lengths import uniform_lengths
 from jaxserve.loadgen.prompts import PromptMaker
 from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, read_trace
 from jaxserve.metrics.metrics import Metrics
@@ -70,7 +71,7 @@ def loads(args: argparse.Namespace) -> Iterator[tuple[str, list[TraceRequest]]]:
     """Each load and its name."""
     for rate in args.request_rate:
         if not args.trace:
-            load = drawn(rate, args.input_len, args.output_len, seed=0)
+            load = drawn(rate, uniform_lengths(args.input_len, args.output_len, seed=0), seed=0)
             lengths = f"{args.input_len} and {args.output_len} tokens"
             yield f"{rate:g}/s of {lengths}", [next(load) for _ in range(args.num_requests)]
     for trace in args.trace:
@@ -118,17 +119,19 @@ def simulate(
 
 
 def latencies(summaries: Sequence[SequenceSummary]) -> dict[str, float]:
-    """Percentiles in milliseconds."""
+    """Percentiles, and a mean, in milliseconds."""
     times = {
         "TTFT": [summary.ttft_us for summary in summaries],
         "ITL": [us for summary in summaries for us in summary.inter_token_us],
         "e2e": [summary.e2e_us for summary in summaries],
     }
-    return {
+    found = {
         f"{name} P{percent} ms": percentile(of, percent) / 1e3
         for name, of in times.items()
         for percent in (50, 90)
     }
+    # A percentile may lie between steps that only decode and those that prefill; the mean does not.
+    return found | {"ITL mean ms": fmean(times["ITL"]) / 1e3}
 
 
 def scaled(profile: Profile, factor: float) -> Profile:

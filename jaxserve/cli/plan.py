@@ -28,6 +28,7 @@ from jaxserve.cli.planning.plan_tables import (
 from jaxserve.cli.terminal.text import device_name
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.process.terminal_progress import TerminalProgress
+from jaxserve.simulator.profile import Profile
 
 if TYPE_CHECKING:
     from jaxserve.runtime.programs.compilation.executables import Programs
@@ -96,7 +97,8 @@ class Plan(Common):
             from jaxserve.runtime.startup import deviceless
 
             deviceless.use_compilers_alone()
-        described = Described.of(self.engine, self.device, self.profile)
+        profile = None if self.profile is None else Profile.read(self.profile)
+        described = Described.of(self.engine, self.device, profile)
         plan = described.plan
         if self.exact:
             if described.spec is None or self.device is None:

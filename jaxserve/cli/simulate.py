@@ -32,6 +32,7 @@ from jaxserve.loadgen.trace import TraceRequest
 from jaxserve.metrics.perfetto import write_trace
 from jaxserve.metrics.statistics import percentile
 from jaxserve.metrics.summaries import Percentiles, SequenceSummary
+from jaxserve.simulator.profile import Profile
 from jaxserve.simulator.replicas import SimulatedReplica, shares
 
 
@@ -95,7 +96,8 @@ class Simulate(Common):
             from jaxserve.loadgen.plot import write_plot  # Fails now, and not after the run.
 
         requests = self.load.requests(self.engine.seed)
-        described = Described.of(self.engine, self.device, self.profile)
+        profile = None if self.profile is None else Profile.read(self.profile)
+        described = Described.of(self.engine, self.device, profile)
         check_lengths(requests, described.plan.config.max_model_len)
         begin_s = time.monotonic()
         replicas, cluster = self._serve(requests, described)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.loadgen.lengths import LengthPairs
 
 _BLOCK_TOKENS = 512
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -97,31 +98,19 @@ def gaps(rate_per_s: float, seed: int, burstiness: float = 1.0) -> Iterator[floa
 
 
 def drawn(
-    rate_per_s: float,
-    prompt_tokens: int,
-    output_tokens: int,
-    seed: int,
-    burstiness: float = 1.0,
-    range_ratio: float = 0.0,
+    rate_per_s: float, lengths: LengthPairs, seed: int, burstiness: float = 1.0
 ) -> Iterator[TraceRequest]:
-    """Endless requests, whose gaps are those of `gaps`; with an infinite rate all arrive at 0.
-    Lengths are uniform in `1 - range_ratio .. 1 + range_ratio` times the given ones.
-    """
-    lengths = random.Random(f"{seed} lengths")
-
-    def length(mean: int) -> int:
-        spread = int(mean * range_ratio)
-        return max(1, lengths.randint(mean - spread, mean + spread)) if spread else mean
-
-    for time_us in _times_us(gaps(rate_per_s, seed, burstiness)):
-        yield TraceRequest(time_us, length(prompt_tokens), length(output_tokens))
+    """Endless requests of these lengths, whose gaps are those of `gaps`; with an infinite rate all
+    arrive at 0."""
+    for time_us, tokens in zip(_times_us(gaps(rate_per_s, seed, burstiness)), lengths):
+        yield TraceRequest(time_us, *tokens)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
     """Scales a load to a server.
 
-    Arrivals are `rate_scale` times as fast. Lengths, and the blocks that prompts share, are
+    Arrivals are `rate_scale` times as fast. LengthPairs, and the blocks that prompts share, are
     multiplied by `length_scale`, then lengths are capped at `max_prompt_tokens` and
     `max_output_tokens`. The load ends after `num_requests`, or with the last arrival before
     `duration_us`.

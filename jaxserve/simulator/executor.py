@@ -1,4 +1,5 @@
-"""An executor that computes nothing: steps take the time that `StepTimes` gives them."""
+"""An executor that computes nothing: steps take the time that `StepTimes` gives them, and that of
+what they read from below the device."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
 from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
 from jaxserve.kv.layout import staged_pages
 from jaxserve.simulator.acceptance import AcceptanceModel
+from jaxserve.simulator.layer_reads import LayerReads
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.structured.matcher import TokenMatcher
 
@@ -56,8 +58,6 @@ class SimulatedExecutor:
     The host takes no time: the clock moves on when the results of a step are read.
     """
 
-    steps_ahead = 1
-
     def __init__(
         self,
         buckets: Buckets,
@@ -66,9 +66,11 @@ class SimulatedExecutor:
         clock: VirtualClock,
         token_of: Callable[[Sequence, int], int],
         acceptance: AcceptanceModel | None = None,
+        reads: LayerReads | None = None,
     ) -> None:
         """`token_of` gives the token that a sequence samples at a position of its output;
-        `acceptance` says which drafts are accepted, and is needed where there are any."""
+        `acceptance` says which drafts are accepted, and is needed where there are any; `reads`:
+        what steps read from below the device, if they do."""
         self.in_flight: collections.deque[SimulatedStep] = collections.deque()
         self.num_dispatches = 0
         self._times = times
@@ -78,12 +80,21 @@ class SimulatedExecutor:
         self._num_output: dict[int, int] = {}
         """Tokens that the devices have sampled for each sequence with drafts."""
         self._pipeline = Pipeline(buckets, num_stages, _BUBBLE)
+        self._reads = reads
+        self._block: list[PackedStep] = []
+        """Steps that wait for others to share reads with."""
         self._free_us = 0
 
     @property
+    def steps_ahead(self) -> int:
+        """As Executor. A dispatch that reads from below the device ends with its step."""
+        return 1 if self._reads is None else 0
+
+    @property
     def busy(self) -> bool:
-        """Whether a dispatched step is still in the pipeline."""
-        return self._pipeline.busy
+        """Whether a dispatched step is still in the pipeline, or waits for those that share its
+        reads."""
+        return bool(self._block) or self._pipeline.busy
 
     def register(
         self,
@@ -97,7 +108,7 @@ class SimulatedExecutor:
 
     def forget(self, seq: Sequence) -> None:
         """Drops what is known of a sequence, once no dispatched step decodes it any more."""
-        steps = (*self.in_flight, *self._pipeline.steps)
+        steps = (*self.in_flight, *self._block, *self._pipeline.steps)
         if not any(chunk.seq is seq for step in steps for chunk in step.plan.decodes):
             self._num_output.pop(seq.seq_id, None)
 
@@ -106,26 +117,53 @@ class SimulatedExecutor:
         return PackedStep(step_id, plan, self._pipeline.key(plan))
 
     def dispatch(self, packed: PackedStep, begun_us: int | None) -> None:
-        """Enters a step into the pipeline; the oldest one there completes."""
+        """Enters a step into the pipeline; the oldest one there completes. Steps that share reads
+        wait until there are enough of them."""
         self.num_dispatches += 1
+        if self._reads is not None:
+            if packed is not _BUBBLE:
+                self._block.append(packed)
+            if packed is _BUBBLE or len(self._block) == self._reads.steps:
+                self._run_block(begun_us)
+            return
         self._pipeline.enter(packed)
         key, together = self._pipeline.key(), self._pipeline.plans
         self._occupy(self._times.step(key, together))
         if (oldest := self._pipeline.leave()) is not None:
-            self.in_flight.append(
-                SimulatedStep(
-                    oldest.step_id,
-                    self.num_dispatches,
-                    begun_us,
-                    oldest.plan,
-                    key,
-                    together,
-                    self._free_us,
-                )
+            self._complete(oldest, key, together, begun_us)
+
+    def _run_block(self, begun_us: int | None) -> None:
+        """Passes steps through the layers together: all of them end with the last."""
+        steps, self._block = self._block, []
+        compute_s = sum(self._times.step(step.key, (step.plan,)) for step in steps)
+        self._occupy(self._reads.pass_s(compute_s, [step.plan for step in steps]))
+        for step in steps:
+            together = (step.plan,) if len(steps) == 1 else ()
+            self._complete(step, step.key, together, begun_us)
+
+    def _complete(
+        self,
+        step: PackedStep,
+        key: ProgramKey,
+        together: tuple[StepPlan, ...],
+        begun_us: int | None,
+    ) -> None:
+        """A step has been computed once the devices are free."""
+        self.in_flight.append(
+            SimulatedStep(
+                step.step_id,
+                self.num_dispatches,
+                begun_us,
+                step.plan,
+                key,
+                together,
+                self._free_us,
             )
+        )
 
     def advance(self, begun_us: int | None = None) -> None:
-        """Moves the pipeline on by one stage, with no step entering."""
+        """Moves the pipeline on by one stage, with no step entering, or runs those that wait for
+        others to share reads with."""
         self.dispatch(_BUBBLE, begun_us)
 
     def read(self, step: SimulatedStep) -> StepResults:
@@ -159,6 +197,11 @@ class SimulatedExecutor:
         self._copy(staged_pages(len(pages)))
         return len(pages)
 
+    def to_host(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copies pages of sequences longer than the pool, given as (device, host): those of a step
+        that waits for others are on the link before these run."""
+        self._occupy(self._reads.to_host_s(len(pairs)))
+
     def scatter(self, pages: SequenceOf[int], staging: object) -> None:
         self._copy(staged_pages(len(pages)))
 
@@ -166,12 +209,17 @@ class SimulatedExecutor:
         self._copy(len(pairs))
 
     def poison(self, pages: SequenceOf[int]) -> None:
-        """Does nothing: pages have no content."""
+        """Takes no time: pages have no content."""
+        self._drain()
 
     def _copy(self, num_pages: int) -> None:
-        while self.busy:  # Page operations apply to all stages at once.
-            self.advance()
+        self._drain()
         self._occupy(self._times.copy(num_pages))
+
+    def _drain(self) -> None:
+        """Completes every step: page operations apply to all stages at once."""
+        while self.busy:
+            self.advance()
 
     def _occupy(self, seconds: float) -> None:
         """Occupies the devices, from the end of what they do now on."""

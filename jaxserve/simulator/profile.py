@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
@@ -55,6 +56,10 @@ class HeldOut(NamedTuple):
     samples: int
     median: float
     most: float
+
+
+class ProfileMismatch(ConfigError):
+    """A profile is of another engine."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +110,21 @@ class Profile:
         known = min(larger or self.programs, key=lambda other: other.num_tokens)
         return self.programs[known]
 
+    def is_of(self, device: DeviceSpec) -> bool:
+        """Whether it was measured on such a device."""
+        return self.device["platform"] == device.platform and device.is_called(self.device["kind"])
+
     def check(self, config: EngineConfig, model: Mapping[str, Any]) -> None:
-        """Raises ConfigError when an engine of a resolved `config` has other programs."""
+        """Raises ProfileMismatch when an engine of a resolved `config` has other programs."""
         if self.model != dict(model):
-            raise ConfigError(
+            raise ProfileMismatch(
                 f"the profile is of a model with {_shown(self.model)}, and this one has "
                 f"{_shown(model)}; profile this model."
             )
         for name, value in _plain(config.of_programs()).items():
             measured = self.settings.get(name)
             if measured != value:
-                raise ConfigError(
+                raise ProfileMismatch(
                     f"{name} is {value}, but the profile was measured with {measured}; set it to "
                     "that, or profile again."
                 )

@@ -37,8 +37,10 @@ class Roofline:
         tokens in two halves. `shared`: what decodes save that read pages together. `drafts`: what
         computes them; None for methods that only look them up.
 
-        Raises ConfigError when the device has no rate for the engine's dtype.
+        Raises ConfigError when the device has no rate for the engine's dtype, or none of the
+        network that the engine needs.
         """
+        device.check_network(work.num_devices)
         self._device, self._work, self._halves, self._shared = device, work, halves, shared
         self._rates = DeviceRates.of(device, work.dtype)
         self._page_s = 2 * page_bytes / self._rates.memory_bytes

@@ -21,6 +21,7 @@ from jaxserve.engine.local_commands import Resume
 from jaxserve.engine.prompts import TokenizedPrompt
 from jaxserve.engine.request import Request
 from jaxserve.engine.snapshot.requests import RequestSnapshot
+from jaxserve.kv.host_pages import HostKV, HostPages
 from jaxserve.kv.kv_executor import KVExecutor
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.manager import KVManager
@@ -34,6 +35,7 @@ from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.simulator.acceptance import AcceptanceModel
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
+from jaxserve.simulator.layer_reads import LayerReads
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
 
@@ -88,6 +90,8 @@ class Simulation:
         token_of: Callable[[Sequence, int], int] = new_tokens,
         acceptance: AcceptanceModel | None = None,
         prefix_cost: PrefixCost | None = None,
+        reads: LayerReads | None = None,
+        host_kv: HostKV | None = None,
         deadlines: Deadlines = INTERACTIVE,
         sinks: SequenceOf[Callable[[Record], None]] = (),
         keep_events: bool = False,
@@ -96,7 +100,9 @@ class Simulation:
         one without a window by default. `tiers` are from the top down. `token_of` gives the token
         that a sequence samples at a position of its output; with speculation `acceptance` says
         which drafts are accepted. `prefix_cost`: of decodes that read shared pages together, if
-        they do. `deadlines` are those of the fluidity index; `sinks` are called with every event.
+        they do. `reads` are those of steps from below the device, with `weights_on` or `kv_on`;
+        `host_kv` is what sequences longer than the pool may take. `deadlines` are those of the
+        fluidity index; `sinks` are called with every event.
 
         Raises ConfigError for speculation without `acceptance`.
         """
@@ -106,11 +112,6 @@ class Simulation:
             raise ConfigError(
                 "draft_acceptance is missing, and speculative_config needs it: which drafts are "
                 "accepted depends on the text; give the share of them, such as 0.7."
-            )
-        if config.kv_on != "device":
-            raise ConfigError(
-                f"kv_on is {config.kv_on!r}: the simulator does not know how long steps read from "
-                "there; leave it out."
             )
         tiers = tiers or {}
         self._ids = itertools.count()
@@ -130,11 +131,14 @@ class Simulation:
             tiers={tier: lower.num_pages for tier, lower in tiers.items()},
             page_bytes=page_bytes,
             transfer_worker=worker,
+            host_pages=host_kv and HostPages(host_kv),
         )
         if worker is not None:
             worker.calibrate(manager.rates)
         stages = config.pipeline_parallel_size
-        executor = SimulatedExecutor(buckets, stages, times, self.clock, token_of, acceptance)
+        executor = SimulatedExecutor(
+            buckets, stages, times, self.clock, token_of, acceptance, reads
+        )
         self.scheduler = Scheduler(SchedulerConfig.of(config, buckets, prefix_cost), manager)
         self._input = InputProcessor(config, None, _VOCAB_SIZE, frozenset(), self.log.now)
         kv = KVExecutor(manager, worker, executor, self.log, debug=config.debug_kv)
@@ -177,9 +181,11 @@ class Simulation:
     def num_staged(self, request: Request) -> int:
         """How many tokens of a request of this simulation a stage of its copy would have the KV of:
         of a prompt that is being computed, those on full pages. Models with attention windows have
-        none."""
+        none, nor have sequences longer than the pool."""
         kv, seq = self.core.kv, request.sequence_outputs[0].seq
-        num_tokens = 0 if seq.slot is None or kv.windowed else seq.num_written
+        table = self.scheduler.tables.get(seq.seq_id)
+        alone = kv.windowed or table is None or table.num_host_pages
+        num_tokens = 0 if seq.slot is None or alone else seq.num_written
         if num_tokens < seq.num_prompt:
             num_tokens -= num_tokens % kv.pool.page_size
         return num_tokens

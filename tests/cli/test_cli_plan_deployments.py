@@ -23,7 +23,7 @@ FITTING = {
     "Llama-3.1-8B": ("one H200", "eight H200", "a v6e-8"),
     "Llama-3.1-70B": ("eight H200", "a v6e-8"),
     "Gemma-3-27B": ("one H200", "eight H200", "a v6e-8"),
-    "gpt-oss-120b": ("eight H200", "a v6e-8"),
+    "gpt-oss-120b": ("one H200", "eight H200", "a v6e-8"),
     "Qwen3-235B-A22B": ("eight H200",),
     "DeepSeek-V3": ("eight H200",),
 }

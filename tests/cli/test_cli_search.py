@@ -10,13 +10,16 @@ import pytest
 import yaml
 
 from jaxserve.cli import parse
+from jaxserve.cli.planning.described import Described, sizes
 from jaxserve.cli.search.space import Space
+from jaxserve.core.settings.config import EngineConfig
 from jaxserve.simulator.deployments.capacity import CapacitySearch
+from jaxserve.simulator.profile import HeldOut, Profile, ProgramTime
 
 SPACE = (
     "--device=h200,h100",
     "--devices=4,8",
-    "--tensor-parallel-size=2,4,8",
+    "--tensor-parallel-size=1,4,8",
     "--pipeline-parallel-size=1",
     "--scheduler=sarathi",
     "--max-num-seqs=64",
@@ -56,8 +59,8 @@ def test_the_best_deployment(run_here, config_70b, tmp_path, prices, searches):
     assert run.status == 0, run.stderr
     assert "warning: the best deployment has" in run.stderr and "--num-requests" in run.stderr
     found = json.loads(run.stdout)
-    # One H200 holds no Llama 70B, and two H100s hold no request beside it.
-    assert {row["device"] for row in found["dropped"]} == {"h100"}
+    # One device holds no Llama 70B.
+    assert {row["settings"]["tensor_parallel_size"] for row in found["dropped"]} == {1}
     assert all("may be used" in row["reason"] for row in found["dropped"])
     deployments, best = found["deployments"], found["deployments"][found["winner"]]
     assert len(deployments) + len(found["dropped"]) == 2 * 2 * 5
@@ -171,6 +174,7 @@ def test_an_slo_out_of_reach(run_here, config_70b, options, words):
         ),
         ((SLO, "--device=h200", "--request-rate=inf"), ["all at once"]),
         ((SLO, "--device=h200", "--prices=missing.toml"), ["missing.toml"]),
+        ((SLO, "--device=h200", "--profile=missing.json"), ["missing.json"]),
         (
             (SLO, "--device=l4", "--devices=1"),
             ["18 deployments", "18 of them", "needs", "may be used"],
@@ -213,6 +217,44 @@ def test_bad_input(run_here, config_70b, capsys, options, words):
 def test_bad_prices(run_here, config_70b, prices, text, words):
     prices.write_text(text)
     run_here("search", config_70b, *SPACE, SLO, "--prices", prices).assert_error(*words)
+
+
+def test_measured_step_times_replace_modelled_ones(run_here, config_70b, tmp_path):
+    """Steps of 1 ms each, of the engine with 64 sequences on H200s."""
+    config = EngineConfig(
+        config_70b, tensor_parallel_size=8, max_num_seqs=64, max_num_batched_tokens=576
+    )
+    plan = Described.of(config, "h200", None).plan
+    profile = Profile(
+        settings=plan.config.of_programs(),
+        model=sizes(plan.shapes),
+        device={"platform": "gpu", "kind": "NVIDIA H200", "memory_bytes": 150_000_000_000},
+        host_bytes_per_s=5e10,
+        page_copy_s=1e-6,
+        programs=dict.fromkeys(plan.shapes.buckets.keys(), ProgramTime(1e-3)),
+        held_out=HeldOut(0, 0.0, 0.0),
+    )
+    path = tmp_path / "profile.json"
+    profile.write(path)
+    others = ("--devices=8", "--tensor-parallel-size=8", "--max-num-batched-tokens=576", *LOAD)
+    options = (*SPACE, *others, SLO, "--profile", path, "--json")
+    run = run_here("search", config_70b, *options, "--max-num-seqs=32,64")
+    assert run.status == 0, run.stderr
+    found = {
+        (row["device"], row["settings"]["max_num_seqs"]): row
+        for row in json.loads(run.stdout)["deployments"]
+    }
+    assert {place for place, row in found.items() if "measured" in row["step_times"]} == {
+        ("h200", 64)
+    }
+    # Of 300 tokens a request prefills in one step, and decodes in 19.
+    assert found["h200", 64]["latency_us"] == 20_000
+    assert all(row["latency_us"] > 100_000 for row in found.values() if "mod" in row["step_times"])
+    assert "1 of 4 deployments have measured step times" in run.stderr
+    run = run_here("search", config_70b, *options, "--max-num-seqs=32")
+    run.assert_error("profile.json' is of none of the 2", "measured with 64")
+    run = run_here("search", config_70b, *options, "--device=l4", "--max-num-seqs=64")
+    run.assert_error("profile.json' is of none", "NVIDIA H200, which is no L4")
 
 
 def test_prefill_apart_and_drafts_are_searched(run_here, config_70b):

@@ -10,6 +10,7 @@ import pytest
 from cli_command import LLAMA_70B
 
 from jaxserve.cli.planning.described import Described
+from jaxserve.core import devices
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
@@ -138,6 +139,63 @@ def test_a_simulation_is_reproducible_to_the_byte(run_here, config_70b, trace, t
     assert json.loads(files[1].read_text())["traceEvents"]
 
 
+def test_steps_read_what_is_below_the_device(config_70b):
+    """A decode waits for all layers, and for the KV of all pages on the host."""
+    link, disk, layers = 0.8 * 64e9, 2e9, 80
+    of_layers = 2 * layers * (8192 * (8192 + 2 * 1024 + 8192) + 3 * 8192 * 28_672 + 2 * 8192)
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 513, "weights_on": "host"}
+    times = {"host": of_layers / link + layers * 20e-6}
+    times["disk"] = times["host"] + of_layers / disk + layers * 20e-6
+    for tier, read_s in times.items():
+        described = Described.of(
+            EngineConfig(config_70b, **settings | {"weights_on": tier}), "h100", None
+        )
+        memory, deployment = described.plan.memory, described.deployment
+        assert memory.weights_bytes < of_layers / 10
+        session = deployment.session(described.times, 400, 11)
+        assert session.decode_s == pytest.approx(10 * read_s, rel=1e-6)
+        assert session.prefill_s == pytest.approx(read_s, rel=1e-6)
+    # Four steps to a read, of one row each: every second token of two requests that share it.
+    of_block = {"steps_per_weight_read": 2, "max_num_seqs": 2, "max_num_batched_tokens": 514}
+    block = Described.of(EngineConfig(config_70b, **settings | of_block), "h100", None)
+    params = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True)
+    simulation = block.deployment.simulation(block.times)
+    simulation.run([Arrival(0, [number] * 400, params) for number in range(2)])
+    assert simulation.clock.now() / 1e6 == pytest.approx(11 * times["host"], rel=0.1)
+    page_bytes = 64 * 2 * 1024 * layers * 2
+    kept = {"kv_on": "host", "kv_cache_memory_bytes": 41 * page_bytes}
+    described = Described.of(EngineConfig(config_70b, **settings | kept), "h100", None)
+    session = described.deployment.session(described.times, 6400 - 11, 11)
+    resident = described.plan.memory.host_kv.resident_pages
+    groups = -(-(100 - resident) // resident)
+    read_s = times["host"] + groups * (resident * page_bytes / link + layers * 20e-6)
+    assert session.decode_s == pytest.approx(10 * read_s, rel=0.01)
+
+
+def test_a_mesh_of_several_hosts_needs_their_network(run_here, config_70b, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text((Path(devices.__file__).parent / "h100.toml").read_text())
+    decode_s = []
+    for network in ("50e9", "5e9"):
+        own.write_text(
+            own.read_text().replace(
+                "network_bytes_per_s = 50e9", f"network_bytes_per_s = {network}"
+            )
+        )
+        run = run_here("plan", config_70b, "--device", own, "--devices=16", "--json")
+        assert run.status == 0, run.stderr
+        document = json.loads(run.stdout)
+        decode_s.append(document["session"]["decode_s"])
+        assert document["memory_bytes"]["host"] == 0  # Several hosts offload no KV.
+    # Sums over 16 devices, two in each layer, of the smallest program, which has two rows.
+    row_s = 249 * 2 * 160 * 2 * 15 / 16 * 8192 * 2 / 0.8 * (1 / (8 * 5e9) - 1 / (8 * 50e9))
+    assert decode_s[1] - decode_s[0] == pytest.approx(row_s, rel=0.02)
+    own.write_text(own.read_text().replace("network_bytes_per_s = 5e9", ""))
+    run = run_here("plan", config_70b, "--device", own, "--devices=16")
+    run.assert_error("several hosts of 8", "network_bytes_per_s")
+    assert run_here("plan", config_70b, "--device", own, "--devices=8").status == 0
+
+
 def test_what_is_printed(run_here, config_70b, trace):
     run = run_here("simulate", config_70b, *ON_EIGHT, "--trace", trace, "--slo-ttft-ms=500")
     told = rows(run.stdout)
@@ -261,6 +319,19 @@ def test_a_plan_with_a_draft_model_that_is_not_here(run_here, config_70b, tmp_pa
         (("--device=h200", "--devices=8,9"), ["--devices"]),
         ((*ON_EIGHT, "--request-rate=0"), ["--request-rate is 0"]),
         ((*ON_EIGHT, "--random-range-ratio=2"), ["from 0 to 1"]),
+        ((*ON_EIGHT, "--zipf-theta=0.6"), ["--zipf-theta is 0.6", "--random-range-ratio"]),
+        ((*ON_EIGHT, "--input-len=99", "--input-len-p90=9"), ["less than the median", "99"]),
+        (
+            (*ON_EIGHT, "--output-len-p90=99", "--random-range-ratio=0.5"),
+            ["--output-len-p90 is 99", "log-normal"],
+        ),
+        (("--device=h200", "--devices=16", "--weights-on=host"), ["on each of 2 hosts"]),
+        (("--device=h200", "--devices=16", "--host-kv-bytes=1GiB"), ["2 hosts cannot offload"]),
+        (
+            ("--device=h200", "--kv-on=host", "--host-attention=enabled"),
+            ["--host-attention is 'enabled'", "unknown"],
+        ),
+        (("--device=h200", "--kv-on=host", "--kv-compression=sparf"), ["--kv-compression"]),
         (("--profile=missing.json",), ["missing.json"]),
         ((*ON_EIGHT, "--trace=x.csv", "--burstiness=2"), ["--burstiness has no", "--request-rate"]),
         ((*ON_EIGHT, "--replicas=0"), ["--replicas is 0"]),

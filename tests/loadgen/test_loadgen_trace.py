@@ -9,6 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.loadgen.lengths import (
+    Quantiles,
+    lognormal_lengths,
+    uniform_lengths,
+    zipf_lengths,
+)
 from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, gaps, read_trace
 
 CSV = """\
@@ -128,17 +134,17 @@ def test_a_trace_that_is_not_there_or_is_no_text(tmp_path):
 
 
 def test_poisson_arrivals_have_their_rate_and_seed():
-    requests = list(itertools.islice(drawn(50.0, 8, 4, seed=1), 4000))
+    requests = list(itertools.islice(drawn(50.0, uniform_lengths(8, 4, 1), 1), 4000))
     assert requests[0] == TraceRequest(0, 8, 4)
     # The mean of 4,000 exponential gaps is within five percent of 20 ms by three deviations.
     assert requests[-1].arrival_us / 3999 == pytest.approx(20_000, rel=0.05)
-    assert requests == list(itertools.islice(drawn(50.0, 8, 4, seed=1), 4000))
-    assert requests != list(itertools.islice(drawn(50.0, 8, 4, seed=2), 4000))
+    assert requests == list(itertools.islice(drawn(50.0, uniform_lengths(8, 4, 1), 1), 4000))
+    assert requests != list(itertools.islice(drawn(50.0, uniform_lengths(8, 4, 2), 2), 4000))
 
 
 def test_gaps_and_lengths_of_drawn_loads():
     def found_gaps(burstiness: float) -> list[int]:
-        load = itertools.islice(drawn(50.0, 8, 4, seed=1, burstiness=burstiness), 4000)
+        load = itertools.islice(drawn(50.0, uniform_lengths(8, 4, 1), 1, burstiness), 4000)
         return [b.arrival_us - a.arrival_us for a, b in itertools.pairwise(load)]
 
     assert set(found_gaps(math.inf)) == {20_000}
@@ -149,11 +155,30 @@ def test_gaps_and_lengths_of_drawn_loads():
         found = found_gaps(burstiness)
         assert statistics.fmean(found) == pytest.approx(20_000, rel=0.1)
         assert statistics.pstdev(found) == pytest.approx(20_000 / burstiness**0.5, rel=0.15)
-    load = list(itertools.islice(drawn(math.inf, 100, 4, seed=1, range_ratio=0.5), 2000))
+    load = list(itertools.islice(drawn(math.inf, uniform_lengths(100, 4, 1, 0.5), 1), 2000))
     assert {request.arrival_us for request in load} == {0}
     lengths = {request.prompt_tokens for request in load}
     assert (min(lengths), max(lengths)) == (50, 150)
     assert {request.output_tokens for request in load} == {2, 3, 4, 5, 6}
+
+
+def test_lengths_of_every_law():
+    zipf, steep = (
+        list(itertools.islice(zipf_lengths(200, 100, 1, 0.5, theta), 4000)) for theta in (0, 1.5)
+    )
+    for found in (zipf, steep):
+        totals = [sum(lengths) for lengths in found]
+        assert min(totals) == 150
+        assert all(abs(prompt - 2 * output) <= 2 for prompt, output in found)
+    assert statistics.fmean(map(sum, zipf)) == pytest.approx(300, rel=0.02)
+    # Of 301 numbers, the smallest has the share 1 / (1 + 2^-1.5 + ... + 301^-1.5) of requests.
+    share = 1 / sum(n**-1.5 for n in range(1, 302))
+    assert totals.count(150) / 4000 == pytest.approx(share, rel=0.1)
+    laws = Quantiles(1730, 5696), Quantiles(40, 40)
+    prompts, outputs = zip(*itertools.islice(lognormal_lengths(*laws, 1), 4000))
+    assert statistics.median(prompts) == pytest.approx(1730, rel=0.05)
+    assert statistics.quantiles(prompts, n=10)[-1] == pytest.approx(5696, rel=0.1)
+    assert set(outputs) == {40}
 
 
 def test_a_load_is_made_to_fit():

@@ -9,30 +9,35 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from exhaustive import combination
 from patience import PATIENCE_S
 from scripts import run_script
 from simulations import TIMES, simulation, tiny_trace
+from tiny_engines import TinyModel
 
 from jaxserve.core.events import Collected, Dispatched, EventLog
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.settings.speculative import AUTO_LENGTHS
 from jaxserve.core.steps.plan import ScheduledChunk, StepPlan
-from jaxserve.core.steps.results import PackedStep, StepResults
+from jaxserve.core.steps.results import DispatchedStep, PackedStep, StepResults
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_core import EngineCore
 from jaxserve.kv.tier import Tier
 from jaxserve.metrics.metrics import Metrics
-from jaxserve.runtime.programs.device_step import DeviceStep
+from jaxserve.runtime.programs.device_step import BUBBLE, DeviceStep
 from jaxserve.runtime.programs.forward.step_work import prefix_cost
 from jaxserve.runtime.runner import Runner
+from jaxserve.runtime.startup.engine_plan import EnginePlan
 from jaxserve.runtime.startup.start import start
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.simulator.acceptance import Verified
 from jaxserve.simulator.executor import SimulatedExecutor, VirtualClock
+from jaxserve.simulator.layer_reads import LayerReads
 from jaxserve.simulator.pool_use import PoolUse
 from jaxserve.simulator.simulation import Arrival, Simulation
 from jaxserve.simulator.transfer_worker import Link, SimulatedTransferWorker
+from jaxserve.text import Tokenizer
 
 PLAIN = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
@@ -112,6 +117,20 @@ def test_transfers_take_the_time_of_their_bytes_one_at_a_time_in_each_queue():
     assert clock.now() == 5_000
 
 
+def test_a_pass_takes_as_long_as_its_reads_or_its_computing():
+    """Of 5 and 1 host pages, in groups of 4: three groups, each with its copies."""
+    reads = LayerReads(weights_s=2.0, page_s=0.5, latency_s=0.25, group_pages=4, steps=2)
+    one, other = (
+        StepPlan(decodes=(ScheduledChunk(None, 9, 1, True, 0, 0, host_pages=range(count)),))
+        for count in (5, 1)
+    )
+    assert reads.pass_s(1.0, [one, other]) == 2.0 + 3 * (4 * 0.5 + 0.25)
+    assert reads.pass_s(9.0, [one, other]) == 9.0
+    assert reads.pass_s(1.0, [StepPlan()]) == 2.0
+    assert reads.pass_s(0.0, [StepPlan()]) == 0.0
+    assert reads.to_host_s(3) == 0.25 + 3 * 0.5
+
+
 def chunk_of(chunk: ScheduledChunk) -> tuple[Any, ...]:
     seq = chunk.seq
     sizes = chunk.num_uploaded, chunk.num_drafts, chunk.num_lookahead_tokens
@@ -142,11 +161,19 @@ class TimedRunner(Runner):
 
     def simulate(self, simulated: SimulatedExecutor, clock: VirtualClock) -> None:
         self.simulated, self.clock = simulated, clock
+        self.read_steps: list[DispatchedStep] = []
 
     def dispatch(self, packed: Any, begun_us: int | None) -> None:
         super().dispatch(packed, begun_us)
+        if packed is BUBBLE:
+            self.simulated.advance(begun_us)
+            return
         step = PackedStep(packed.step_id, packed.plan, packed.key)
         self.simulated.dispatch(step, begun_us)
+
+    def to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
+        super().to_host(pairs)
+        self.simulated.to_host(pairs)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         super().copy(pairs)
@@ -154,6 +181,7 @@ class TimedRunner(Runner):
 
     def read(self, step: DeviceStep) -> StepResults:
         self.simulated.read(self.simulated.in_flight.popleft())
+        self.read_steps.append(step)
         return dataclasses.replace(super().read(step), late=False)  # That is of real time.
 
 
@@ -172,13 +200,48 @@ def test_decisions_are_those_of_the_engine_that_computes(started, scheduler):
     target_us = 5_000 if scheduler == "medha" else None
     config = dataclasses.replace(plan.config, scheduler=scheduler, target_step_us=target_us)
     plan = dataclasses.replace(plan, config=config)
+    compare(plan, tokenizer, runner, tiny_trace(seed=3))
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {},
+        combination({"kv_on": "host", "resident_kv_tokens": 16}),
+    ],
+)
+def test_decisions_are_those_of_the_engine_that_reads_below_the_device(tmp_path, kv):
+    """Layers on disk, two steps to a read; older KV on the host."""
+    model = TinyModel.write_llama(tmp_path, num_hidden_layers=3)
+    blocks = {"weights_on": "disk", "steps_per_weight_read": 2, "max_num_seqs": 2}
+    blocks |= {"max_num_batched_tokens": 1 + 16, "host_kv_bytes": None if kv else 0}
+    settings = model.settings(debug_kv=True, **blocks | kv)
+    plan, tokenizer, runner = start(EngineConfig(str(model.path), **settings), EventLog())
+    runner.__class__ = TimedRunner
+    reads = LayerReads(weights_s=2e-2, page_s=1e-3, latency_s=1e-4, group_pages=4, steps=2)
+    steps = compare(plan, tokenizer, runner, tiny_trace(seed=3, count=8), reads)
+    runner.close()
+    chunks = [chunk for step in steps for chunk in (*step.plan.decodes, *step.plan.prefills)]
+    assert any(chunk.host_pages for chunk in chunks) == bool(kv)
+    assert any(not step.together for step in steps)  # Steps that ran in a block.
+
+
+def compare(
+    plan: EnginePlan,
+    tokenizer: Tokenizer,
+    runner: TimedRunner,
+    trace: Sequence[Arrival],
+    reads: LayerReads | None = None,
+) -> list[DispatchedStep]:
+    """Serves a trace by an engine and by its simulation, and compares every decision and event.
+    Returns the engine's steps, as it read them."""
     clock, metrics = VirtualClock(), Metrics()
     log = EventLog(metrics.fold, clock=clock.now, keep_all=True)
     engine = Engine(plan, tokenizer, runner, log, metrics)
+    buckets = plan.shapes.buckets
     runner.simulate(
-        SimulatedExecutor(plan.shapes.buckets, 1, TIMES, clock, lambda seq, index: 0), clock
+        SimulatedExecutor(buckets, 1, TIMES, clock, lambda seq, index: 0, reads=reads), clock
     )
-    trace = tiny_trace(seed=3)
     decided, requests = [], []
     with decisions(engine._core, decided):
         for number, arrival in enumerate(trace):
@@ -199,6 +262,8 @@ def test_decisions_are_those_of_the_engine_that_computes(started, scheduler):
         plan.memory.num_pages,
         TIMES,
         token_of=lambda seq, index: outputs[seq.request_id, seq.index][index],
+        reads=reads,
+        host_kv=plan.memory.host_kv,
         keep_events=True,
     )
     expected = []
@@ -209,6 +274,7 @@ def test_decisions_are_those_of_the_engine_that_computes(started, scheduler):
     assert len(decided) == len(expected) > len(trace)
     assert log.records == simulated.log.records
     assert metrics.get_metrics(0) == simulated.metrics.get_metrics(0)
+    return runner.read_steps
 
 
 class _Seen:

@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.core.errors import ConfigError
+from jaxserve.loadgen.lengths import (
+    LengthPairs,
+    Quantiles,
+    lognormal_lengths,
+    uniform_lengths,
+    zipf_lengths,
+)
 from jaxserve.loadgen.results import Objectives
 from jaxserve.loadgen.trace import Fit, TraceRequest, drawn, gaps, read_trace
 from jaxserve.metrics.fluidity import Deadlines, linear_prefill
@@ -19,7 +26,8 @@ _NUM_REQUESTS = 32
 _NUM_TO_SEARCH = 100
 _FEWEST_TO_SEARCH = 10
 _TRACED = ("rate_scale", "length_scale")
-_DRAWN = ("input_len", "output_len", "random_range_ratio")
+_P90 = ("input_len_p90", "output_len_p90")
+_DRAWN = ("input_len", "output_len", "random_range_ratio", "zipf_theta", *_P90)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +50,12 @@ class LoadOptions:
         output_len: without a trace, output tokens per request; by default 64.
         random_range_ratio: without a trace, draw lengths within this share of the given ones; by
             default 0.
+        zipf_theta: with random_range_ratio, draw the tokens of a request by Zipf's law with this
+            exponent, so that short requests are the most frequent, all with the same ratio of
+            prompt to output; by default both lengths are uniform.
+        input_len_p90: without a trace, draw log-normal prompts with the median input_len and this
+            90th percentile.
+        output_len_p90: the same of outputs.
         max_input_tokens: longer prompts are truncated.
         max_output_tokens: longer outputs are truncated.
         num_requests: send at most this many; by default the whole trace, or 32 without one (100
@@ -57,6 +71,9 @@ class LoadOptions:
     input_len: int | None = None
     output_len: int | None = None
     random_range_ratio: float | None = None
+    zipf_theta: float | None = None
+    input_len_p90: int | None = None
+    output_len_p90: int | None = None
     max_input_tokens: int | None = None
     max_output_tokens: int | None = None
     num_requests: int | None = None
@@ -83,6 +100,48 @@ class LoadOptions:
         ratio = self.random_range_ratio
         if ratio is not None and not 0 <= ratio <= 1:
             raise ConfigError(f"random_range_ratio is {ratio}; it must be from 0 to 1.")
+        if self.zipf_theta is not None and not ratio:
+            raise ConfigError(
+                f"zipf_theta is {self.zipf_theta}, and random_range_ratio, within which lengths "
+                "are drawn, is missing; give both."
+            )
+        self._check_p90()
+
+    def _check_p90(self) -> None:
+        """Raises ConfigError for 90th percentiles below the median, or of another law."""
+        for name, median in zip(_P90, self._means()):
+            p90 = getattr(self, name)
+            if p90 is None:
+                continue
+            if self.random_range_ratio is not None:
+                raise ConfigError(
+                    f"{name} is {p90}, for log-normal lengths, and random_range_ratio is for "
+                    "others; leave one of them out."
+                )
+            if p90 < median:
+                length = name.removesuffix("_p90")
+                raise ConfigError(
+                    f"{name} is {p90}, less than the median, {length} of {median}; set it to that "
+                    "or more."
+                )
+
+    def _means(self) -> tuple[int, int]:
+        """Tokens of a drawn prompt, and of an output: the medians of log-normal ones."""
+        return self.input_len or 128, self.output_len or 64
+
+    def _lengths(self, seed: int) -> LengthPairs:
+        """Those of drawn requests."""
+        prompt, output = self._means()
+        ratio = self.random_range_ratio or 0.0
+        if self.zipf_theta is not None:
+            return zipf_lengths(prompt, output, seed, ratio, self.zipf_theta)
+        if self.input_len_p90 is None and self.output_len_p90 is None:
+            return uniform_lengths(prompt, output, seed, ratio)
+        return lognormal_lengths(
+            Quantiles(prompt, self.input_len_p90 or prompt),
+            Quantiles(output, self.output_len_p90 or output),
+            seed,
+        )
 
     def requests_to_search(self, seed: int) -> list[TraceRequest]:
         """As `requests`, by default more, so that a search for the rate sees the queue. Raises
@@ -129,9 +188,8 @@ class LoadOptions:
         all_at_once = self.request_rate == math.inf
         if self.num_requests is None and (self.duration_s is None or all_at_once):
             fit = dataclasses.replace(fit, num_requests=_NUM_REQUESTS)
-        lengths = self.input_len or 128, self.output_len or 64
-        shape = self.burstiness or 1.0, self.random_range_ratio or 0.0
-        return fit(drawn(self.request_rate or 1.0, *lengths, seed, *shape))
+        lengths = self._lengths(seed)
+        return fit(drawn(self.request_rate or 1.0, lengths, seed, self.burstiness or 1.0))
 
 
 @dataclasses.dataclass(frozen=True)

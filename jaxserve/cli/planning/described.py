@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.core.devices import DeviceSpec, device_names, device_of_kind
@@ -12,6 +11,7 @@ from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.work import StepWork
 from jaxserve.simulator.acceptance import DraftAcceptance
 from jaxserve.simulator.deployments.deployment import Deployment
+from jaxserve.simulator.layer_reads import LayerReads
 from jaxserve.simulator.profile import Profile, ProfiledTimes
 from jaxserve.simulator.roofline import Roofline
 from jaxserve.simulator.step_times import PrefixSharing, StepTimes
@@ -39,13 +39,14 @@ class Described:
         cls,
         config: EngineConfig,
         device: str | None,
-        profile: Path | None,
+        profile: Profile | None,
         *,
         propose: bool = True,
     ) -> Described:
         """`device` and `profile` together: the device that the profile was measured on.
 
-        Raises ConfigError, ModelError or MemoryPlanError, with alternatives if `propose`.
+        Raises ConfigError, ProfileMismatch, ModelError or MemoryPlanError, with alternatives if
+        `propose`.
         """
         from jaxserve.runtime.hardware.devices import DescribedDevice
         from jaxserve.runtime.startup.engine_plan import plan_described
@@ -58,14 +59,14 @@ class Described:
         config = _counted(config)
         spec = None if device is None else DeviceSpec.of(device)
         if profile is None:
-            measured = None
-            target = DescribedDevice(spec.platform, spec.kind, spec.memory_bytes)
-        else:
-            measured = Profile.read(profile)
             target = DescribedDevice(
-                measured.device["platform"],
-                measured.device["kind"],
-                measured.device["memory_bytes"],
+                spec.platform, spec.kind, spec.memory_bytes, spec.devices_per_host
+            )
+        else:
+            target = DescribedDevice(
+                profile.device["platform"],
+                profile.device["kind"],
+                profile.device["memory_bytes"],
             )
             spec = spec or device_of_kind(target.device_kind)
             if spec is not None and spec.platform != target.platform:
@@ -74,9 +75,10 @@ class Described:
                     f"({target.platform}); give the device that it was measured on, or one of both."
                 )
         plan = plan_described(config, target, propose=propose)
-        if measured is not None:
-            measured.check(plan.config, sizes(plan.shapes))
-        return cls(plan, spec, measured)
+        if profile is not None:
+            profile.check(plan.config, sizes(plan.shapes))
+            _check_measured(plan.config)
+        return cls(plan, spec, profile)
 
     @property
     def work(self) -> StepWork:
@@ -163,12 +165,52 @@ class Described:
             layout=memory.layout,
             num_pages=memory.num_pages,
             page_bytes=memory.whole_page_bytes,
-            host_pages=memory.host_pages,
+            host_pages=0 if memory.kv_on_host else memory.host_pages,
             disk_pages=memory.disk_pages,
             host_link=Link(host_bytes_per_s, _LINK_LATENCY_S),
             disk_link=Link(disk_bytes_per_s, _LINK_LATENCY_S),
             prefix_cost=prefix_cost(plan.shapes),
+            reads=self._reads(host_bytes_per_s, disk_bytes_per_s),
+            host_kv=memory.host_kv,
         )
+
+    def _reads(self, host_bytes_per_s: float, disk_bytes_per_s: float) -> LayerReads | None:
+        """What steps read from below the device, at rates of all devices together; None where they
+        read nothing. The steps of a profile have read what they need."""
+        plan, memory, placement = self.plan, self.plan.memory, self.plan.shapes.placement
+        if not placement.streamed and memory.host_kv is None:
+            return None
+        from jaxserve.runtime.planning.memory import group_pages
+
+        weights_s = page_s = latency_s = 0.0
+        if placement.streamed and self.profile is None:
+            num_bytes = placement.streamed_bytes * memory.num_devices
+            reads = [host_bytes_per_s]  # One after another: the disk's, then to the devices.
+            if placement.tier == "disk":
+                on_cpu = plan.device.platform == "cpu"  # Whose memory the devices have.
+                reads = [disk_bytes_per_s] + reads * (not on_cpu)
+            weights_s = sum(num_bytes / rate for rate in reads)
+            weights_s += len(placement.streamed) * len(reads) * _LINK_LATENCY_S
+        if memory.host_kv is not None and memory.has_kv_window:
+            page_s = memory.whole_page_bytes / host_bytes_per_s
+            latency_s = plan.shapes.model.num_layers * _LINK_LATENCY_S
+        return LayerReads(
+            weights_s,
+            page_s,
+            latency_s,
+            1 if memory.host_kv is None else group_pages(memory.host_kv),
+            plan.config.steps_per_weight_read,
+        )
+
+
+def _check_measured(config: EngineConfig) -> None:
+    """Raises ConfigError for settings of which a profile has no times."""
+    for name, plain in (("kv_on", "device"), ("steps_per_weight_read", 1)):
+        if getattr(config, name) != plain:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, and a profile has the times of steps that "
+                "run alone, and read no KV from the host; leave it out, or give --device alone."
+            )
 
 
 def draft_acceptance(config: EngineConfig, rates: tuple[float, ...]) -> DraftAcceptance | None:

@@ -30,6 +30,7 @@ from jaxserve.core.process.progress_bar import ProgressBar
 from jaxserve.core.version import __version__
 from jaxserve.simulator.deployments.search import Outcome, Processes, outcomes
 from jaxserve.simulator.deployments.slo import Slo
+from jaxserve.simulator.profile import Profile
 
 _MOST_REASONS = 3
 
@@ -46,6 +47,8 @@ class Search(Common):
         device: kinds of devices to try, each a100, b200, h100, h200, l4, v5e, v5p, v6e, or a TOML
             file with the fields of those; comma-separated.
         devices: numbers of devices to try.
+        profile: files of `jaxserve profile`, comma-separated: deployments with the device and the
+            settings that one was measured with have its step times, the others modelled ones.
         slo: limits of percentiles, such as ttft=2s,itl_p90=50ms: of queue, ttft, itl, tpot, e2e,
             and at least of fluidity; without _pN of the 99th.
         draft_acceptance: with speculative_config, the share of drafts that are accepted, as in
@@ -64,6 +67,7 @@ class Search(Common):
     engine: FixedSettings = dataclasses.field(default_factory=FixedSettings)
     device: Names = ()
     devices: tuple[int, ...] = (1, 2, 4, 8)
+    profile: Names = ()
     slo: str = ""
     space: OmitArgPrefixes[Space] = dataclasses.field(default_factory=Space)
     load: OmitArgPrefixes[SearchLoad] = dataclasses.field(default_factory=SearchLoad)
@@ -131,7 +135,8 @@ class Search(Common):
         prices = None if self.prices is None else read_prices(self.prices, self.device)
         load = SharedLoad.of(self.load, max(self.devices), self.engine.seed)
         acceptance = self.draft_acceptance
-        planner = Planner(self.engine, load, slo, prices, self.image, acceptance)
+        profiles = [Profile.read(Path(name)) for name in self.profile]
+        planner = Planner(self.engine, load, slo, prices, self.image, acceptance, profiles)
         planned, dropped = self._planned(planner)
         candidates = [each.candidate for each in planned]
         found: dict[int, Outcome] = {}
@@ -169,6 +174,12 @@ class Search(Common):
                 plan = planner.plan(choice)
                 (planned if isinstance(plan, Planned) else dropped).append(plan)
                 bar.update(done)
+        for number, why in planner.mismatches.items():
+            if why:
+                raise ConfigError(
+                    f"profile {self.profile[number]!r} is of none of the {len(choices)} "
+                    f"deployments: {why}"
+                )
         if not planned:
             raise ConfigError(_none_of(dropped))
         return planned, dropped
@@ -182,6 +193,7 @@ class Search(Common):
             "devices": [DeviceSpec.of(device) for device in self.device],
             "slo": self.slo,
             "draft_acceptance": self.draft_acceptance,
+            "profiles": [Path(name).read_text(encoding="utf-8") for name in self.profile],
             "deadline": self.deadline,
             "requests": load.requests,
             "rate": load.rate,

@@ -11,6 +11,7 @@ from jaxserve.cli.planning.described import Described, draft_acceptance
 from jaxserve.cli.planning.simulated_load import arrivals, check_lengths
 from jaxserve.cli.search.command import serve_words
 from jaxserve.cli.search.space import Choice, FixedSettings
+from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import ConfigError, MemoryPlanError, RequestError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.distributed.launch.serving import ServedDeployment
@@ -20,6 +21,7 @@ from jaxserve.simulator.deployments.deployment import Deployment
 from jaxserve.simulator.deployments.phases import SplitEngines
 from jaxserve.simulator.deployments.search import Candidate, EngineUnderLoad
 from jaxserve.simulator.deployments.slo import Slo
+from jaxserve.simulator.profile import Profile, ProfileMismatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +86,14 @@ class Planned:
         engine = self.engine.whole if isinstance(self.engine, SplitEngines) else self.engine
         return engine.deployment
 
+    @property
+    def measured(self) -> bool:
+        """Whether its step times are those of a profile."""
+        return self.described.profile is not None
+
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.choice) | {"cost": self.candidate.cost}
+        sources = {"cost": self.candidate.cost, "step_times": self.described.source}
+        return dataclasses.asdict(self.choice) | sources
 
     def manifest(self, image: str) -> str:
         """For Kubernetes. Raises ConfigError as `ServedDeployment.manifest` does."""
@@ -118,7 +126,8 @@ class Dropped:
 class Planner:
     """Plans deployments. `prices` are those of devices for an hour; without them the cost is the
     number of devices. With `image`, only those that have a manifest with it can be. `acceptance`
-    of drafts, where there are any."""
+    of drafts, where there are any. A deployment has the step times of the first of `profiles` that
+    is of its device and its programs; those of no profile are modelled."""
 
     fixed: FixedSettings
     load: SharedLoad
@@ -126,13 +135,17 @@ class Planner:
     prices: Mapping[str, float] | None
     image: str | None = None
     acceptance: tuple[float, ...] = ()
+    profiles: Sequence[Profile] = ()
+    mismatches: dict[int, str] = dataclasses.field(default_factory=dict, init=False)
+    """Why a profile, by its number, was of none of the deployments so far; of those that were of
+    one, an empty text."""
     _loads: dict[int, capacity.Load] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(self, choice: Choice) -> Planned | Dropped:
         """Raises ModelError."""
         try:
             asked = self.fixed.of(choice)
-            described = Described.of(asked, choice.device, None, propose=False)
+            described = self._described(asked, choice.device)
             check_lengths(self.load.requests, described.plan.config.max_model_len)
             engine = self._engine(choice, described)
             price = 1.0 if self.prices is None else self.prices[choice.device]
@@ -143,6 +156,24 @@ class Planner:
         except (ConfigError, MemoryPlanError, RequestError) as error:
             return Dropped(choice, str(error), isinstance(error, MemoryPlanError))
         return planned
+
+    def _described(self, asked: EngineConfig, device: str) -> Described:
+        """Raises as `Described.of`."""
+        spec = DeviceSpec.of(device)
+        for number, profile in enumerate(self.profiles):
+            if not profile.is_of(spec):
+                self.mismatches.setdefault(
+                    number, f"it was measured on {profile.device['kind']}, which is no {spec.name}."
+                )
+                continue
+            try:
+                described = Described.of(asked, device, profile, propose=False)
+            except ProfileMismatch as error:
+                self.mismatches.setdefault(number, str(error))
+                continue
+            self.mismatches[number] = ""
+            return described
+        return Described.of(asked, device, None, propose=False)
 
     def _engine(self, choice: Choice, described: Described) -> EngineUnderLoad | SplitEngines:
         """Raises ConfigError."""

@@ -85,8 +85,15 @@ class Findings:
         )
 
     def warnings(self) -> list[str]:
-        """Why the load has too few requests to trust the outcome."""
+        """Why the load has too few requests to trust the outcome, and what is compared that only
+        partly was measured."""
         warnings, count = [], self.load.count
+        measured = sum(each.measured for each in self.planned)
+        if 0 < measured < len(self.planned):
+            warnings.append(
+                f"{measured:,} of {len(self.planned):,} deployments have measured step times, and "
+                "the others modelled ones, whose error is not known; compare them with care."
+            )
         for limit in self.slo.limits:
             if limit.metric != "itl" and count < limit.fewest_requests:
                 warnings.append(
@@ -175,6 +182,7 @@ class Findings:
         rows = [
             ("the load's own rate", f"{self.load.rate:,.2f} requests/s"),
             ("deployments", f"{len(self.planned) + len(self.dropped):,}"),
+            ("have measured step times", f"{sum(each.measured for each in self.planned):,}"),
             ("do not fit the memory of their devices", f"{too_large:,}"),
             ("have settings that do not combine", f"{len(self.dropped) - too_large:,}"),
             ("meet the SLO at no rate", f"{kinds['unmet']:,}"),

@@ -30,7 +30,7 @@ class DeviceSpec:
         kind: how JAX's `device_kind` begins.
         platform: JAX's name of the platform.
         source: where the figures are from.
-        memory_bytes: of the device.
+        memory_bytes: of the device, as JAX reports it, and not as its data sheet says.
         memory_bytes_per_s: reading it.
         flops: dense floating-point operations per second, by dtype.
         link_bytes_per_s: to a neighbouring device, one way.
@@ -38,14 +38,15 @@ class DeviceSpec:
             link for all (a switch).
         hop_latency_s: of an empty message between devices.
         network_bytes_per_s: to a device of another host, one way, by this device's share of the
-            network; None where devices are linked over hosts as within one.
+            network; not needed by engines of one host, and of TPUs, which are linked over hosts as
+            within one.
         host_bytes_per_s: between host memory and the device, one way.
         disk_bytes_per_s: between a disk and host memory, one way.
         launch_s: host and launch time of a step, and of each of its layers, that nothing hides.
         compute_efficiency: share of `flops` that matrix products reach.
         memory_efficiency: share of `memory_bytes_per_s` that programs reach.
         link_efficiency: share of the bandwidth of links that messages reach.
-        devices_per_host: of the usual machine.
+        devices_per_host: of the usual machine; an engine of more is on several.
         gke_accelerator: of TPUs, GKE's name of their nodes.
         gke_topologies: of TPUs, GKE's topologies of single hosts by their number of chips.
         libtpu_name: of TPUs, what their compiler calls them.
@@ -103,6 +104,17 @@ class DeviceSpec:
         for dtype, rate in self.flops.items():
             _check_positive(f"flops.{dtype}", rate)
 
+    def check_network(self, num_devices: int) -> None:
+        """Raises ConfigError where so many devices are on several hosts, and the rate of the
+        network between them is unknown."""
+        missing = self.network_bytes_per_s is None and self.platform != "tpu"
+        if missing and num_devices > self.devices_per_host:
+            raise ConfigError(
+                f"{num_devices} x {self.name} are on several hosts of {self.devices_per_host}, and "
+                "the file of the device does not say how fast their network is; add "
+                "network_bytes_per_s, a device's share of it, or set devices_per_host."
+            )
+
     def all_reduce_s(self, num_devices: int, num_bytes: float) -> float:
         """Seconds of a sum over so many devices, each of which has `num_bytes`: by rings, of which
         each crosses between hosts by the network of another device."""
@@ -127,6 +139,11 @@ class DeviceSpec:
 
     def _spans_hosts(self, num_devices: int) -> bool:
         return self.network_bytes_per_s is not None and num_devices > self.devices_per_host
+
+    def is_called(self, kind: str) -> bool:
+        """Whether JAX calls such a device `kind`."""
+        # "NVIDIA L40" is no "NVIDIA L4".
+        return re.match(rf"{re.escape(self.kind)}(?!\d)", kind) is not None
 
     def flops_of(self, dtype: str) -> float:
         """Peak of one dtype. Raises ConfigError where the device has none."""
@@ -186,8 +203,7 @@ def device_names() -> list[str]:
 def device_of_kind(kind: str) -> DeviceSpec | None:
     """The device that JAX calls `kind`; None if it is not described here."""
     specs = (DeviceSpec.of(name) for name in device_names())
-    # "NVIDIA L40" is no "NVIDIA L4".
-    found = [spec for spec in specs if re.match(rf"{re.escape(spec.kind)}(?!\d)", kind)]
+    found = [spec for spec in specs if spec.is_called(kind)]
     return max(found, key=lambda spec: len(spec.kind), default=None)
 
 

@@ -27,6 +27,7 @@ class DescribedDevice:
     platform: Literal["gpu", "tpu", "cpu"]
     device_kind: str
     memory_bytes: int
+    devices_per_host: int = sys.maxsize
     host_memory_bytes: int = sys.maxsize
     """Not known; as much as the defaults ask for."""
 

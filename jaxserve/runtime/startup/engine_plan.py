@@ -8,6 +8,7 @@ import functools
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
@@ -168,15 +169,7 @@ def decide(config: EngineConfig) -> EnginePlan:
     device = next(device for device in devices if device.process_index == jax.process_index())
     checkpoint = open_checkpoint(config.model, config.load_format, seed=config.seed)
     config = config.resolve(checkpoint.config, device.platform)
-    if jax.process_count() > 1:
-        alone = {"enable_lora": config.enable_lora, "weights_on": config.weights_on != "device"}
-        alone["kv_on"] = config.kv_on != "device"
-        for name in [name for name, used in alone.items() if used]:
-            raise ConfigError(
-                f"{name} is for a single process, and this job has {jax.process_count()}; "
-                f"give all devices to one process, or leave {name} out."
-            )
-        config = _without_lower_tiers(config)
+    config = _of_hosts(config, device)
     draft = open_drafter(config, checkpoint, config.load_format)
     return decide_on(device, engine_mesh(config, devices), config, checkpoint, draft)
 
@@ -190,17 +183,13 @@ def plan_described(
     Raises as `plan_engine` does; the alternatives take as long as dozens of plans, and are left out
     unless `propose`.
     """
-    for name in ("weights_on", "kv_on"):
-        if getattr(config, name) != "device":
-            raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, and the reads of target devices "
-                "are unknown; leave it out, or plan on the devices themselves."
-            )
+    _check_described(config, device)
     kept = config.quantization
     in_file = kept == "gguf" or (kept == "mxfp4" and str(config.model).endswith(".gguf"))
     load_format = "auto" if in_file else "dummy"  # Which tensors are in blocks, the file says.
     checkpoint = open_checkpoint(config.model, load_format)
     config = config.resolve(checkpoint.config, device.platform)
+    config = _of_hosts(config, device)
     draft = open_drafter(config, checkpoint, load_format)
     decided = decide_on(device, described_mesh(config), config, checkpoint, draft)
     if not decided.memory.fits and propose:
@@ -347,13 +336,11 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
     def plan_of(changes: Changes) -> MemoryPlan | None:
         """The plan on as many devices like this one as it needs, whether they exist or not."""
         try:
-            changed = dataclasses.replace(config, **changes)
-            if changed.weights_on != "device" and isinstance(device, DescribedDevice):
-                return None
+            changed = _of_hosts(dataclasses.replace(config, **changes), device)
             mesh = described_mesh(changed)
             other = decide_on(device, mesh, changed, checkpoint, decided.draft_checkpoint)
             check_attention_backend(other.shapes)
-            if config.weights_on == "device":
+            if config.weights_on == "device" and not isinstance(device, DescribedDevice):
                 check_room(other.memory.disk_weights_bytes * other.memory.num_devices)
         except (ConfigError, MemoryPlanError):
             return None
@@ -364,14 +351,41 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
     return refusal(needs, config, plan_of, num_devices)
 
 
-def _without_lower_tiers(config: EngineConfig) -> EngineConfig:
-    """The config without lower tiers, whose transfers finish at different times on each host.
+def _check_described(config: EngineConfig, device: DescribedDevice) -> None:
+    """Raises ConfigError for attention whose time on a target device, or its host, is unknown."""
+    sends_queries = config.host_attention == "enabled" and device.platform != "cpu"
+    for name, unknown in (
+        ("host_attention", sends_queries),
+        ("kv_compression", config.kv_compression != "none"),
+    ):
+        if unknown:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, and how fast the hosts of target devices "
+                f"attend is unknown; leave it out, or plan on the devices themselves."
+            )
 
-    Raises ConfigError when lower tiers are configured.
+
+def _of_hosts(config: EngineConfig, device: jax.Device | DescribedDevice) -> EngineConfig:
+    """The resolved config of an engine on devices like this one, those of each host with a process.
+
+    Raises ConfigError for what is for one process.
     """
+    num_hosts = jax.process_count()
+    if isinstance(device, DescribedDevice):
+        num_hosts = cdiv(config.num_devices, device.devices_per_host)
+    if num_hosts == 1:
+        return config
+    alone = {"enable_lora": config.enable_lora, "weights_on": config.weights_on != "device"}
+    alone["kv_on"] = config.kv_on != "device"
+    for name in [name for name, used in alone.items() if used]:
+        raise ConfigError(
+            f"{name} is for a single process, and this engine has one on each of {num_hosts} "
+            f"hosts; give it devices of one host, or leave {name} out."
+        )
     if config.host_kv_bytes or config.disk_kv_bytes:
         raise ConfigError(
             f"host_kv_bytes is {config.host_kv_bytes} and disk_kv_bytes {config.disk_kv_bytes}, "
-            f"but {jax.process_count()} hosts cannot offload KV pages; leave both out."
+            f"but {num_hosts} hosts cannot offload KV pages, whose transfers finish at different "
+            "times on each; leave both out."
         )
     return dataclasses.replace(config, host_kv_bytes=0)

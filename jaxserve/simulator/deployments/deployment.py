@@ -9,11 +9,13 @@ from jaxserve.core.events import Record
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import Buckets
+from jaxserve.kv.host_pages import HostKV
 from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.tier import Tier
 from jaxserve.metrics.fluidity import INTERACTIVE, Deadlines
 from jaxserve.scheduler.decode_groups import PrefixCost
 from jaxserve.simulator.acceptance import DraftAcceptance
+from jaxserve.simulator.layer_reads import LayerReads
 from jaxserve.simulator.simulation import Arrival, LowerTier, Simulation
 from jaxserve.simulator.step_times import StepTimes
 from jaxserve.simulator.transfer_worker import Link
@@ -22,8 +24,9 @@ from jaxserve.simulator.transfer_worker import Link
 @dataclasses.dataclass(frozen=True)
 class Deployment:
     """One engine, resolved and planned: `num_pages` with the trash page, `page_bytes` of a whole
-    page, and the links that its lower tiers would have; `acceptance` of drafts, and `prefix_cost`
-    of decodes that read shared pages together, where the engine has them."""
+    page, and the links that its lower tiers would have; `acceptance` of drafts, `prefix_cost` of
+    decodes that read shared pages together, `reads` of steps from below the device and `host_kv` of
+    sequences longer than the pool, where the engine has them."""
 
     config: EngineConfig
     buckets: Buckets
@@ -36,6 +39,8 @@ class Deployment:
     disk_link: Link
     acceptance: DraftAcceptance | None = None
     prefix_cost: PrefixCost | None = None
+    reads: LayerReads | None = None
+    host_kv: HostKV | None = None
 
     def simulation(
         self,
@@ -61,6 +66,8 @@ class Deployment:
             tiers=tiers,
             acceptance=self.acceptance,
             prefix_cost=self.prefix_cost,
+            reads=self.reads,
+            host_kv=self.host_kv,
             deadlines=deadlines,
             sinks=sinks,
             keep_events=keep_events,

@@ -133,7 +133,13 @@ class SplitEngines:
     @classmethod
     def of(cls, prefill: EngineUnderLoad, decode: EngineUnderLoad, slo: Slo) -> SplitEngines:
         """Of engines that do both, each with its share of the load. Raises ConfigError for a load
-        without decodes, and for limits that no role can be held to."""
+        without decodes, for limits that no role can be held to, and for KV on the host, of which
+        nothing moves."""
+        if decode.deployment.host_kv is not None:
+            raise ConfigError(
+                "kv_on is 'host', of which no replica gets what another has computed; leave it "
+                "out, or set prefill_replicas to 0."
+            )
         if not has_decodes(decode.load, decode.deployment.config):
             raise ConfigError(
                 "no request of the load has a second token, so that there is nothing to decode; "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
+from jaxserve.runtime.hardware.devices import DescribedDevice
 from jaxserve.runtime.hardware.host_cpu import host_device, measure
 from jaxserve.runtime.planning.host_attention import HostAttention, HostRates, HostReads
 from jaxserve.runtime.programs.layout.step_layout import StepLayout
@@ -29,7 +30,7 @@ class HostKVShapes:
     layouts: Mapping[ProgramKey, StepLayout]
     kv: KVShapes
     num_pages: int
-    device: jax.Device
+    device: jax.Device | DescribedDevice
 
     def __str__(self) -> str:
         """What steps do to attend to pages on the host, for a log."""
@@ -70,8 +71,8 @@ class HostKVShapes:
 
     @functools.cached_property
     def rates(self) -> HostRates | None:
-        """Measured, the first time; None where the device is the host's CPU."""
-        if self.device.platform == "cpu":
+        """Measured, the first time; None where the device is the host's CPU, or is not here."""
+        if self.device.platform == "cpu" or isinstance(self.device, DescribedDevice):
             return None
         one = self.kv.pages_of(self.model, 1)
         return measure(self.device, one, self.model.num_heads, self._dtype)
@@ -91,6 +92,8 @@ class HostKVShapes:
         way = self.config.host_attention
         if way == "disabled" or self.host is None:
             return set()
+        if isinstance(self.device, DescribedDevice) and self.device.platform != "cpu":
+            return set()  # How fast its host attends is unknown.
         if way == "enabled":
             return {*self.layouts}
         attention = self.attention
