@@ -59,7 +59,7 @@ def test_a_decode_replica_takes_few_requests_of_many_prefill_replicas_at_a_time(
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     arrivals = [Arrival(number * 1000, [number + 1] * 8, params) for number in range(24)]
     cluster = SimulatedCluster(deployment(), lambda: replica(deployment()), 5, num_prefill=4)
-    coming, seen = cluster._places[4].load.incoming_kv, []
+    coming, seen = cluster._present[4].load.incoming_kv, []
     cluster._every(0.001, lambda: seen.append((coming.num_pages, len(coming._waiting))))
     cluster.serve(arrivals)
     assert all(summary.output_tokens == 20 for summary in cluster.summaries(INTERACTIVE))

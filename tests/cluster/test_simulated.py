@@ -174,7 +174,7 @@ def test_tenants_of_a_removed_replica_wait_no_more():
     scaler = Autoscaler(1, 4, add_after_s=0.2, remove_after_s=1.0)
     cluster, _ = routed([*rush, *calm], 1, scaler, fair_share=True)
     assert cluster.num_removed and len(cluster.replicas) > 1
-    assert set(cluster._shares._waiting) == {place.index for place in cluster._places}
+    assert set(cluster._shares._waiting) == {replica.index for replica in cluster._present}
 
 
 def test_replicas_come_and_go_with_the_load():
