@@ -305,28 +305,23 @@ class SimulatedCluster:
         def stage() -> None:
             """Copies what is there, once there is room: that of a prompt being computed, no more
             than is there by now."""
+            stop = len(each.arrival.token_ids) + each.demand.num_output
             if stages.during_prefill:
                 stop = num_computed()
-                num_pages = stages.num_pages(stop)
-            else:
-                stop = None
-                num_pages = each.demand.num_pages(page_size) - stages.num_staged // page_size
-            incoming.enter(key, num_pages, lambda: copy(stop))
+            incoming.enter(key, stages.next(stop).num_pages, lambda: copy(stop))
 
-        def copy(stop: int | None) -> None:
+        def copy(stop: int) -> None:
             nonlocal table
             if each.request.finished or destination.load.draining:
                 arrived()
                 return
-            before, num_tokens = table, num_computed()
-            if stop is not None:
-                num_tokens = min(num_tokens, stop)
+            before, num_tokens = table, min(num_computed(), stop)
             table = destination.simulation.stage(each.request, num_tokens, before)
             if table is before:  # There is no room for more.
                 stages.staged(stages.num_staged)
                 arrived()
                 return
-            num_pages = stages.num_pages(num_tokens)
+            num_pages = stages.next(num_tokens).num_pages
             stages.staged(num_tokens)
             link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
             self._at(self._now_us + 2 * link_us, arrived)

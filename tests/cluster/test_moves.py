@@ -11,6 +11,7 @@ import pytest
 from mortal import SEEDED, Mortal, all_up, ask, held, metric, run
 
 from jaxserve.cluster import mover, open_requests, staged_copy
+from jaxserve.cluster.kept_kv import KeptKV
 from jaxserve.cluster.policies.copies import LAST_TOKENS
 from jaxserve.cluster.policies.incoming_kv import IncomingKV
 from jaxserve.cluster.policies.migration import MAX_MOVES
@@ -70,17 +71,32 @@ def in_books(mortal, replica):
 
 
 def test_a_move_takes_the_kv_along(llama, llm, cluster):
-    """Back and forth for as long as it runs: no prompt is computed twice, no token sent twice."""
-    router, _ = cluster
+    """Back and forth for as long as it runs: no prompt is computed twice, no token sent twice. It
+    waits for a move after each few tokens."""
+    router, replicas = cluster
     prompt, params = llama.prompts[10], dataclasses.replace(SEEDED, max_tokens=60)
     (alone,) = llm.generate(prompt, params, use_tqdm=False)
+    num_moved, period = 0, 6
+
+    def wait_for_moves(engine):
+        step = engine.step
+
+        def step_or_wait():
+            sequences = [r.sequence_outputs[0].seq for r in engine._requests.values()]
+            if any(len(seq.output_token_ids) >= period * (num_moved + 1) for seq in sequences):
+                time.sleep(0.002)
+                return []
+            return step()
+
+        engine.step = step_or_wait
 
     async def computed():
         return sum([await metric(router, "prefill_tokens_total", number) for number in "01"])
 
     async def scenario():
+        nonlocal num_moved
         await router.reset_prefix_cache()
-        before, num_moved = await computed(), 0
+        before = await computed()
         asking = asyncio.create_task(ask(router, prompt, params, "move"))
         while not asking.done():
             num_moved += await router._result_of(moved(router._pool))
@@ -92,7 +108,14 @@ def test_a_move_takes_the_kv_along(llama, llm, cluster):
         assert await computed() - before <= len(prompt) + len(tokens) + num_moved
         assert num_moved * len(prompt) > len(tokens) + num_moved  # To compute it again is more.
 
-    run(scenario())
+    engines = [replica._replica._engine._engine for replica in replicas]
+    try:
+        for engine in engines:
+            wait_for_moves(engine)
+        run(scenario())
+    finally:
+        for engine in engines:
+            del engine.step
 
 
 FAULTS = (
@@ -220,10 +243,10 @@ def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, mo
     assert len(seen) >= 2 and set(seen) == {1}
 
 
-@pytest.mark.parametrize("how", ["abort", "disconnect"])
+@pytest.mark.parametrize("how", ["abort", "disconnect", "drain"])
 def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch):
-    """And gives back what it had booked, while other KV still takes all the room. Its replica makes
-    no step meanwhile, so that it ends by no other reason."""
+    """Or once its destination drains, and gives back what it had booked, while other KV still takes
+    all the room. Its replica makes no step meanwhile, so that it ends by no other reason."""
     router, _ = cluster
     pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
 
@@ -251,6 +274,14 @@ def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch)
         other.load.incoming_kv.leave("other KV")
         return booked
 
+    async def drained(move, other):
+        (request,) = pool.requests._open.values()
+        other.enter("draining")
+        booked = await given_back(move, other)
+        assert request.replica not in (None, other) and not request.moving
+        other.enter("ready")
+        return booked
+
     async def scenario():
         await all_up(router)
         async with await router.submit([llama.prompts[8]], params, ["waits"]) as updates:
@@ -259,7 +290,132 @@ def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch)
                 await router.abort("waits")
                 output = [update async for _, update in updates][-1]
                 assert output.outputs[0].finish_reason == "abort"
-        assert await router._result_of(given_back(move, other)) == []
+            elif how == "drain":
+                assert await router._result_of(drained(move, other)) == []
+        if how != "drain":
+            assert await router._result_of(given_back(move, other)) == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("how", ["abort", "drain"])
+def test_a_stage_that_hangs_ends_with_its_request(llama, llm, cluster, how):
+    """Or once its destination drains: then the request runs on where it is."""
+    router, replicas = cluster
+    pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
+    (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
+
+    async def ended():
+        while not any(request.routed.begun for request in pool.requests._open.values()):
+            await asyncio.sleep(0)
+        (request,) = pool.requests._open.values()
+        (other,) = (each for each in pool._replicas if each is not request.replica)
+        replicas[other.index].at_move = "the copy hangs"
+        move = pool.requests.move(request, other)
+        while replicas[other.index].at_move:
+            await asyncio.sleep(0)
+        if how == "abort":
+            pool.requests.abort("hangs")
+        else:
+            other.enter("draining")
+        await asyncio.wait_for(move, 60)
+        if how == "drain":
+            other.enter("ready")
+        assert not request.moving and other.load.incoming_kv.has_room(1000)
+        assert not other.load.demands
+
+    async def scenario():
+        await all_up(router)
+        moved = pool.requests.num_moved
+        asking = asyncio.create_task(ask(router, llama.prompts[8], params, "hangs"))
+        await router._result_of(ended())
+        await check_answer(asking, alone, "the request ends" if how == "abort" else "")
+        assert pool.requests.num_moved == moved
+        while any(map(in_books, replicas, pool._replicas)):
+            await asyncio.sleep(0.002)
+
+    run(scenario())
+
+
+def test_a_stage_brings_no_more_than_it_has_booked(llama, llm, cluster):
+    """Its request generates pages of tokens while the stage waits for room."""
+    router, replicas = cluster
+    pool, page_size = router._pool, router.info.config.page_size
+    params, stages = dataclasses.replace(SEEDED, max_tokens=60), []
+    (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
+
+    async def waited():
+        while not any(request.routed.begun for request in pool.requests._open.values()):
+            await asyncio.sleep(0)
+        (request,) = pool.requests._open.values()
+        source = replicas[request.replica.index]
+        (other,) = (each for each in pool._replicas if each is not request.replica)
+
+        async def stage_in(*arguments):
+            booked, start = other.load.incoming_kv.num_pages, arguments[3]
+            num_staged = await source._replica.stage_in(*arguments)
+            stages.append((booked, -(-num_staged // page_size) - start // page_size))
+            return num_staged
+
+        source.stage_in = stage_in
+        incoming, num_tokens = other.load.incoming_kv, request.routed.num_tokens
+        incoming.enter("other KV", other.load.num_pages, lambda: None)
+        move = pool.requests.move(request, other)
+        while request.routed.num_tokens < num_tokens + 2 * page_size:
+            await asyncio.sleep(0.002)
+        incoming.leave("other KV")
+        await asyncio.wait_for(move, 60)
+        del source.stage_in
+
+    async def scenario():
+        await all_up(router)
+        asking = asyncio.create_task(ask(router, llama.prompts[8], params, "books"))
+        await router._result_of(waited())
+        await check_answer(asking, alone, "")
+        assert stages and all(brought <= booked for booked, brought in stages)
+        assert stages[0][0] == stages[0][1]
+
+    run(scenario())
+
+
+def test_kept_kv_is_taken_and_staged_in_pieces(llama, cluster, monkeypatch):
+    """And none beyond what it may take of memory."""
+    router, replicas = cluster
+    pool, prompt = router._pool, llama.prompts[8]
+    params = dataclasses.replace(SEEDED, max_tokens=60)
+
+    def no_step():
+        time.sleep(0.002)
+        return []
+
+    async def kept(room):
+        """How many tokens are staged elsewhere, and the KV with its pieces' pages."""
+        (request,) = pool.requests._open.values()
+        source = request.replica
+        (other,) = (each for each in pool._replicas if each is not source)
+        found = KeptKV(request)
+        monkeypatch.setattr(source.load.incoming_kv, "max_pages", 2)
+        await found.take(source, request.sent_as, room)
+        pages = [num_pages for num_pages, _ in found._pieces]
+        num_staged = await found.stage(other, "kept")
+        await other.client.unstage_request("kept")
+        assert not found._pieces and other.load.incoming_kv.has_room(1000)
+        return num_staged, found, pages
+
+    async def scenario():
+        await all_up(router)
+        async with await router.submit([prompt], params, ["kept"]) as updates:
+            await anext(aiter(updates))
+            for replica in replicas:
+                monkeypatch.setattr(replica._replica._engine._engine, "step", no_step)
+            whole, all_kv, pages = await router._result_of(kept(1 << 30))
+            some, some_kv, fewer = await router._result_of(kept(all_kv.num_bytes // 2))
+            none, none_kv, _ = await router._result_of(kept(0))
+        assert whole >= len(prompt) and not all_kv.cut
+        assert len(pages) > 2 and max(pages) == 2
+        assert 0 < some < whole and some_kv.cut and len(fewer) < len(pages)
+        assert 0 < some_kv.num_bytes <= all_kv.num_bytes // 2
+        assert (none, none_kv.cut, none_kv.num_bytes) == (0, True, 0)
 
     run(scenario())
 
