@@ -26,9 +26,9 @@ class StagedCopy:
     It ends, also within a stage, when its request does, or its destination is not ready any more.
     No two copies wait for each other's memory. A stage takes room on its destination's host for
     the tokens that it is asked for, brings no more, and gives it back before the next one asks.
-    Pages of the destination's pool are
-    counted for the whole request when its move begins, and those that a stage does not find free
-    are not waited for: it brings nothing then, and the destination computes what is missing.
+    Pages of the destination's pool are counted for the whole request when its move begins, and
+    those that a stage does not find free are not waited for: it brings nothing then, and the
+    destination computes what is missing.
 
     Attributes:
         num_left: tokens generated since the last stage, without the newest, which has no KV yet.

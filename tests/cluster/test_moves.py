@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 
 import httpx
@@ -344,20 +345,23 @@ def test_a_stage_brings_no_more_than_it_has_booked(llama, llm, cluster):
     params, stages = dataclasses.replace(SEEDED, max_tokens=60), []
     (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
 
+    def num_pages(parts):
+        named = (part.partition(b"\n") for part in parts)
+        (listed,) = (json.loads(data) for name, _, data in named if name.startswith(b"kv.json"))
+        return len({row for prefix in listed["prefixes"] for row in prefix["rows"]})
+
     async def waited():
         while not any(request.routed.begun for request in pool.requests._open.values()):
             await asyncio.sleep(0)
         (request,) = pool.requests._open.values()
-        source = replicas[request.replica.index]
         (other,) = (each for each in pool._replicas if each is not request.replica)
+        destination = replicas[other.index]
 
-        async def stage_in(*arguments):
-            booked, start = other.load.incoming_kv.num_pages, arguments[3]
-            num_staged = await source._replica.stage_in(*arguments)
-            stages.append((booked, -(-num_staged // page_size) - start // page_size))
-            return num_staged
+        async def stage_request(parts, name):
+            stages.append((other.load.incoming_kv.num_pages, num_pages(parts)))
+            return await destination._replica.stage_request(parts, name)
 
-        source.stage_in = stage_in
+        destination.stage_request = stage_request
         incoming, num_tokens = other.load.incoming_kv, request.routed.num_tokens
         incoming.enter("other KV", other.load.num_pages, lambda: None)
         move = pool.requests.move(request, other)
@@ -365,7 +369,7 @@ def test_a_stage_brings_no_more_than_it_has_booked(llama, llm, cluster):
             await asyncio.sleep(0.002)
         incoming.leave("other KV")
         await asyncio.wait_for(move, 60)
-        del source.stage_in
+        del destination.stage_request
 
     async def scenario():
         await all_up(router)
@@ -397,8 +401,9 @@ def test_kept_kv_is_taken_and_staged_in_pieces(llama, cluster, monkeypatch):
         monkeypatch.setattr(source.load.incoming_kv, "max_pages", 2)
         await found.take(source, request.sent_as, room)
         pages = [num_pages for num_pages, _ in found._pieces]
-        num_staged = await found.stage(other, "kept")
-        await other.client.unstage_request("kept")
+        num_staged = await found.stage(other, f"kept-{room}")
+        await other.client.unstage_request(f"kept-{room}")
+        await other.client.reset_prefix_cache()
         assert not found._pieces and other.load.incoming_kv.has_room(1000)
         return num_staged, found, pages
 
