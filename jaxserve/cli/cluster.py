@@ -146,8 +146,8 @@ class ResizeReplica(_Server):
         )
         if resize["num_cut"]:
             print(
-                f"KV of {resize['num_cut']} requests, or some of it, was computed again: half of "
-                "Ray's object store has no room for it; see `ray start --object-store-memory`"
+                f"requests whose KV, or some of it, was computed again: {resize['num_cut']}; half "
+                "of Ray's object store has no room for it (`ray start --object-store-memory`)"
             )
         return 0
 

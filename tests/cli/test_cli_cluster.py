@@ -99,7 +99,7 @@ def test_a_resize_tells_the_mesh_and_who_waited(capsys, server):
     )
     assert server.asked == [("POST", "/cluster/resize", None)]
     server.answer[1]["resize"] = done | {"num_cut": 2}
-    assert "\nKV of 2 requests, or some of it, was computed" in run(capsys, "resize", *options)[1]
+    assert "or some of it, was computed again: 2; half" in run(capsys, "resize", *options)[1]
     server.answer[1]["resize"] = done | {"error": "it failed to load"}
     status, _, told = run(capsys, "resize", *options)
     assert status == 1 and "replica 1 was not resized: it failed to load" in told
