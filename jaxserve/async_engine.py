@@ -426,7 +426,12 @@ class AsyncEngine:
     async def _received(self, parts: SequenceOf[bytes]) -> Received:
         """What another engine has exported, read and converted while steps continue, and its
         grammar compiled."""
-        received = await asyncio.to_thread(self._engine.migration.received, parts)
+        wanted = True  # until this is cancelled
+        read = itertools.takewhile(lambda _: wanted, parts)
+        try:
+            received = await asyncio.to_thread(self._engine.migration.received, read)
+        finally:
+            wanted = False
         if received.state is not None:
             preparation = self._engine.preparation(received.state.added.params)
             if preparation is not None:  # Compiled grammars are cached.

@@ -144,6 +144,11 @@ class ResizeReplica(_Server):
             f"replica {self.replica} has {resize['sizes']} after {resize['took_s']:.1f} s; "
             f"{resize['num_kept']} requests waited for it with their KV"
         )
+        if resize["num_cut"]:
+            print(
+                f"requests whose KV, or some of it, was computed again: {resize['num_cut']}; half "
+                "of Ray's object store has no room for it (`ray start --object-store-memory`)"
+            )
         return 0
 
 

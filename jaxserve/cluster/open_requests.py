@@ -9,8 +9,8 @@ import itertools
 import logging
 import random
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
+from jaxserve.cluster.kept_kv import KeptKV
 from jaxserve.cluster.policies.copies import CopyCounts
 from jaxserve.cluster.policies.dispatch import Demand, dispatch
 from jaxserve.cluster.policies.prefixes import page_hashes
@@ -19,7 +19,7 @@ from jaxserve.cluster.prefix_pull import PrefixPull
 from jaxserve.cluster.replicas.replica_client import ignore_lost
 from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica, Submission
 from jaxserve.cluster.routed_request import RoutedRequest
-from jaxserve.cluster.staged_copy import COPY_S, StagedCopy
+from jaxserve.cluster.staged_copy import StagedCopy
 from jaxserve.cluster.tasks import Tasks
 from jaxserve.core.commands import AddRequest
 from jaxserve.core.errors import (
@@ -146,26 +146,22 @@ class OpenRequests:
     def hold(self, left: SequenceOf[OpenRequest]) -> None:
         """The process of a replica is replaced, which resumes these requests."""
         for request in left:
-            request.leave()
-            request.routed.rewind()
+            request.hold()
 
-    async def resume_in(self, replica: RoutedReplica, request: OpenRequest, parts: Any) -> bool:
-        """Send a request that was held to a replica, with the exported KV that it has, if any; or
-        anywhere, if that replica is lost. Whether its KV is there."""
+    async def resume_in(
+        self, replica: RoutedReplica, request: OpenRequest, kept: KeptKV | None
+    ) -> bool:
+        """Send a request that was held to a replica, with the KV that was kept of it, if any; or
+        anywhere, if that replica is lost. Whether KV is there."""
         if not self._is_open(request):
             return False
-        name, num_tokens = self._next_name(request), 0
-        if parts is not None:
-            try:
-                async with asyncio.timeout(COPY_S):
-                    num_tokens = await replica.client.stage_request(parts, name)
-            except Exception as error:
-                _log.warning("KV of a request is computed again: %r", error)
+        name = self._next_name(request)
+        num_tokens = 0 if kept is None else await kept.stage(replica, name)
         is_open = self._is_open(request)
         if is_open and replica.state == "ready" and num_tokens:
             self._send(request, replica, name, request.routed.to_resume(name))
             return True
-        if parts is not None:
+        if kept is not None:
             await ignore_lost(replica.client.unstage_request(name))
             is_open = self._is_open(request)
         if is_open and replica.state == "ready":
@@ -220,6 +216,7 @@ class OpenRequests:
             load.remove(name)
             request.moving = False
             if not copied or not copy.is_wanted:
+                self.due.set()  # Perhaps it moves elsewhere.
                 await ignore_lost(destination.client.unstage_request(name))
                 return
             self._leave(request)
@@ -301,9 +298,14 @@ class OpenRequests:
         name: str,
         sent: AddRequest | RequestSnapshot,
     ) -> None:
-        await pull.run(request.routed.added)
-        if replica.requests.get(name) is request:  # Neither has its replica been lost meanwhile,
-            await self._submit(request, replica, name, sent)  # nor has its client left.
+        await pull.run(request)
+        if replica.requests.get(name) is not request:
+            return  # Its replica has been lost meanwhile, or its client has left.
+        if replica.state == "ready" or request.routed.aborted:
+            await self._submit(request, replica, name, sent)
+        else:
+            self._leave(request)
+            self._route(request)
 
     def _leave(self, request: OpenRequest) -> None:
         """A request is no longer with its replica."""

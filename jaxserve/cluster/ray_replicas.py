@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
@@ -36,6 +36,9 @@ with extra("cluster"):
 
 _OLDEST_RAY = (2, 60)
 """As pyproject.toml has it."""
+KEPT_SHARE = 1 / 2
+"""The share of a machine's object store that KV takes while a process is replaced; the rest is for
+requests that move, and for others."""
 _CONNECT_S = 10.0
 _RESTART_S = 120.0
 """How long Ray has to start a process in the place of one that has ended."""
@@ -226,19 +229,31 @@ class RayReplica:
         if self._actor is None:
             raise ReplicaLostError("its process has ended")
         exported = self._actor.export_request.remote(request_id, start, stop)
-        return await destination.stage_request(exported, name)
+        with _ended_if_cancelled(exported):
+            return await destination.stage_request(exported, name)
 
     async def stage_request(self, parts: ray.ObjectRef, name: str) -> int:
         return await self._call("stage_request", parts, name)
 
-    async def keep_request(self, request_id: str) -> ray.ObjectRef:
+    async def max_kept_bytes(self) -> int:
+        """A share of the object store of the machine that has least: of what a store has no room
+        for, Ray writes to disk."""
+        nodes = await asyncio.to_thread(ray.nodes)
+        stores = [
+            node["Resources"].get("object_store_memory", 0) for node in nodes if node["Alive"]
+        ]
+        return int(KEPT_SHARE * min(stores, default=0))
+
+    async def keep_request(
+        self, request_id: str, start: int, stop: int, max_bytes: int
+    ) -> tuple[int, ray.ObjectRef]:
         """As `Replica.keep_request`. What is exported stays in Ray's object store, which outlives
-        the process; what that has no room for, Ray writes to disk."""
+        the process."""
         if self._actor is None:
             raise ReplicaLostError("its process has ended")
-        exported = self._actor.export_request.remote(request_id, 0)
-        await asyncio.to_thread(ray.wait, [exported], fetch_local=False)
-        return exported
+        keep = self._actor.keep_request.options(num_returns=2)
+        num_bytes, exported = keep.remote(request_id, start, stop, max_bytes)
+        return await self._result(num_bytes), exported
 
     async def unstage_request(self, name: str) -> None:
         await self._call("unstage_request", name)
@@ -257,7 +272,8 @@ class RayReplica:
         if self._actor is None:
             raise ReplicaLostError("its process has ended")
         exported = self._actor.export_prefix.remote(token_ids, tenant, cache_salt)
-        return await destination.import_prefix(exported)
+        with _ended_if_cancelled(exported):
+            return await destination.import_prefix(exported)
 
     async def import_prefix(self, parts: ray.ObjectRef) -> int:
         return await self._call("import_prefix", parts)
@@ -317,15 +333,31 @@ class RayReplica:
         raise error
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        """The result of a method. Raises what it raises, and ReplicaLostError when the actor's
-        process has ended, or its machine, or the result was lost with either: Ray has an error for
-        each, such as one for a process that it ended because memory ran out."""
+        """The result of a method; see `_result`."""
         if self._actor is None:
             raise ReplicaLostError("its process has ended")
+        return await self._result(getattr(self._actor, name).remote(*arguments))
+
+    async def _result(self, called: ray.ObjectRef) -> Any:
+        """The result of a call, which ends in its actor when this is cancelled. Raises what it
+        raises, and ReplicaLostError when the actor's process has ended, or its machine, or the
+        result was lost with either: Ray has an error for each, such as one for a process that it
+        ended because memory ran out."""
         try:
-            return await getattr(self._actor, name).remote(*arguments)
+            with _ended_if_cancelled(called):
+                return await called
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if not isinstance(cause, RayError):
                 raise cause from None
             raise ReplicaLostError(" ".join(str(error).split())[:300]) from error
+
+
+@contextlib.contextmanager
+def _ended_if_cancelled(called: ray.ObjectRef) -> Iterator[None]:
+    """Ends a call in its actor, begun or not, when the wait for it is cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        ray.cancel(called)
+        raise

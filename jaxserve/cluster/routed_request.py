@@ -33,6 +33,10 @@ class ReceivedSequence:
     def token_ids(self) -> list[int]:
         return self._token_ids
 
+    @property
+    def finished(self) -> bool:
+        return self._finish_reason is not None
+
     def rewind(self) -> None:
         """The next replica streams the sequence from its first token again."""
         self._tokens_to_skip, self._chars_to_skip = len(self._token_ids), self._num_chars
@@ -40,7 +44,7 @@ class ReceivedSequence:
     def receive(self, delta: Delta) -> Delta | None:
         """What of a delta is new. A sequence's text is a function of its tokens, so that what was
         received before is as long in text as in tokens."""
-        if self._finish_reason is not None:
+        if self.finished:
             return None
         num_tokens = min(self._tokens_to_skip, len(delta.token_ids))
         num_chars = min(self._chars_to_skip, len(delta.text))
@@ -96,6 +100,11 @@ class RoutedRequest:
     def begun(self) -> bool:
         """Whether any token has been received."""
         return any(sequence.token_ids for sequence in self.sequences)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that are not known to have ended."""
+        return sum(not sequence.finished for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:

@@ -111,30 +111,23 @@ class SimulatedCopy:
     def _stage(self) -> None:
         """Copies what is there, once there is room: that of a prompt being computed, no more than
         is there by now."""
-        stages = self._stages
-        if stages.during_prefill:
+        stop = len(self._each.arrival.token_ids) + self._each.demand.num_output
+        if self._stages.during_prefill:
             stop = self._num_computed
-            num_pages = stages.num_pages(stop)
-        else:
-            stop = None
-            pages_staged = stages.num_staged // self._page_size
-            num_pages = self._each.demand.num_pages(self._page_size) - pages_staged
         incoming = self._destination.load.incoming_kv
-        incoming.enter(self._key, num_pages, lambda: self._copy(stop))
+        incoming.enter(self._key, self._stages.next(stop).num_pages, lambda: self._copy(stop))
 
-    def _copy(self, stop: int | None) -> None:
+    def _copy(self, stop: int) -> None:
         if not self._is_wanted:
             self._arrived()
             return
-        stages, before, num_tokens = self._stages, self.table, self._num_computed
-        if stop is not None:
-            num_tokens = min(num_tokens, stop)
+        stages, before, num_tokens = self._stages, self.table, min(self._num_computed, stop)
         self.table = self._destination.simulation.stage(self._each.request, num_tokens, before)
         if self.table is before:  # There is no room for more.
             stages.staged(stages.num_staged)
             self._arrived()
             return
-        num_pages = stages.num_pages(num_tokens)
+        num_pages = stages.next(num_tokens).num_pages
         stages.staged(num_tokens)
         link_us = self._deployment.host_link.us(num_pages * self._deployment.page_bytes)
         self._after(2 * link_us, self._arrived)

@@ -7,6 +7,7 @@ import logging
 
 from jaxserve.cluster.policies.copies import CopyCounts, CopyStages
 from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica
+from jaxserve.cluster.tasks import unless
 from jaxserve.core.errors import EngineClosedError, ReplicaLostError, RequestError
 
 COPY_S = 60.0
@@ -22,10 +23,12 @@ class StagedCopy:
     """The copy of one request, which counts in its source as moving until `run` ends; but while its
     prompt is computed it does not count.
 
+    It ends, also within a stage, when its request does, or its destination is not ready any more.
     No two copies wait for each other's memory. A stage takes room on its destination's host for
-    what it brings, and gives it back before the next one asks. Pages of the destination's pool are
-    counted for the whole request when its move begins, and those that a stage does not find free
-    are not waited for: it brings nothing then, and the destination computes what is missing.
+    the tokens that it is asked for, brings no more, and gives it back before the next one asks.
+    Pages of the destination's pool are counted for the whole request when its move begins, and
+    those that a stage does not find free are not waited for: it brings nothing then, and the
+    destination computes what is missing.
 
     Attributes:
         num_left: tokens generated since the last stage, without the newest, which has no KV yet.
@@ -42,10 +45,9 @@ class StagedCopy:
         """`name`: what it will be called in its destination."""
         assert request.replica is not None
         self._request = request
-        self._source, self._sent_as = request.replica, request.sent_as
+        self._source, self._sent_as, self._left = request.replica, request.sent_as, request.left
         self._destination, self._load, self._name = destination, destination.load, name
         self._source_load = request.replica.load
-        self._page_size = page_size
         self._stages = CopyStages(
             len(request.routed.added.token_ids),
             page_size,
@@ -70,7 +72,7 @@ class StagedCopy:
         try:
             await self._during_prefill()
             while self.is_wanted and self._stages.goes_on(self.num_left):
-                await self._stage()
+                await self._stage(self._request.routed.num_tokens)
         except (ReplicaLostError, EngineClosedError, RequestError):
             return False  # A replica is lost, which it says itself, or the request has just ended.
         except Exception as error:
@@ -90,28 +92,24 @@ class StagedCopy:
             if stages.wanted is None:
                 await asyncio.sleep(POLL_S)
             else:
-                stop = await self._source.client.computed(self._sent_as, stages.wanted)
-                await self._stage(stop)
+                computed = self._source.client.computed(self._sent_as, stages.wanted)
+                stop = await unless((self._left, self._destination.unready), computed)
+                if stop is not None:
+                    await self._stage(stop)
         stages.during_prefill = False
         self._source_load.num_moving += 1
 
-    async def _stage(self, stop: int | None = None) -> None:
+    async def _stage(self, stop: int) -> None:
         """Copy the KV computed since the last stage, and before token `stop`, once there is room
-        for it; nothing if the request ends or leaves its source before."""
-        if not self.is_wanted:
-            return
-        start = self._stages.num_staged
-        if stop is None:
-            demand = self._request.routed.demand
-            num_pages = demand.num_pages(self._page_size) - start // self._page_size
-        else:
-            num_pages = self._stages.num_pages(stop)
-        receiving = self._destination.receiving(self._name, num_pages, self._request.left)
-        async with receiving as has_room:
-            if not has_room or not self.is_wanted:
-                return
+        for it."""
+        stage = self._stages.next(stop, self._request.routed.num_unfinished)
+
+        async def copy() -> int:
             async with asyncio.timeout(COPY_S):
-                num_staged = await self._source.client.stage_in(
-                    self._destination.client, self._sent_as, self._name, start, stop
+                return await self._source.client.stage_in(
+                    self._destination.client, self._sent_as, self._name, stage.start, stop
                 )
-        self._stages.staged(num_staged)
+
+        num_staged = await self._destination.receive(self._name, stage.num_pages, copy, self._left)
+        if num_staged is not None:
+            self._stages.staged(num_staged)

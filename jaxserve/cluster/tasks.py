@@ -1,13 +1,31 @@
-"""The background tasks of a router."""
+"""The background tasks of a router, and work that ends early."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+async def unless(
+    ended: Collection[asyncio.Future[None]], work: Coroutine[Any, Any, _T]
+) -> _T | None:
+    """What `work` returns or raises; None, with `work` cancelled, if one of `ended` is done
+    before."""
+    if any(each.done() for each in ended):
+        work.close()
+        return None
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({working, *ended}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        await asyncio.wait({working})
 
 
 class Tasks:

@@ -60,8 +60,8 @@ class RestartStatus:
 @dataclasses.dataclass(frozen=True)
 class ResizeStatus:
     """A replica that gets another mesh, of these parallel `sizes`. `num_kept` requests waited for
-    it with their KV, and continued `took_s` seconds after it began. `error`: why it was not
-    resized.
+    it with their KV, and continued `took_s` seconds after it began. Of the KV of `num_cut` there
+    was no room for all, or any, which is computed again. `error`: why it was not resized.
     """
 
     running: bool
@@ -70,6 +70,7 @@ class ResizeStatus:
     num_kept: int
     took_s: float
     error: str | None = None
+    num_cut: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

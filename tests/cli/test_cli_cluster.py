@@ -90,7 +90,7 @@ def test_a_restart_that_ended_early_fails(capsys, server):
 
 def test_a_resize_tells_the_mesh_and_who_waited(capsys, server):
     done = {"running": False, "replica": 1, "sizes": "tensor_parallel_size 2", "took_s": 4.25}
-    done |= {"num_kept": 3, "error": None}
+    done |= {"num_kept": 3, "num_cut": 0, "error": None}
     server.answer = 200, {"replicas": [REPLICA], "restart": None, "resize": done}
     options = "--replica=1", "--tensor-parallel-size=2", f"--base-url={server.url}"
     status, told, _ = run(capsys, "resize", *options)
@@ -98,6 +98,8 @@ def test_a_resize_tells_the_mesh_and_who_waited(capsys, server):
         "replica 1 has tensor_parallel_size 2 after 4.2 s; 3 requests waited for it with their KV\n"
     )
     assert server.asked == [("POST", "/cluster/resize", None)]
+    server.answer[1]["resize"] = done | {"num_cut": 2}
+    assert "or some of it, was computed again: 2; half" in run(capsys, "resize", *options)[1]
     server.answer[1]["resize"] = done | {"error": "it failed to load"}
     status, _, told = run(capsys, "resize", *options)
     assert status == 1 and "replica 1 was not resized: it failed to load" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import threading
 import time
 
@@ -13,6 +14,7 @@ from mortal import SEEDED, Mortal, all_up, ask, held, metric, paced, run
 from patience import PATIENCE_S
 
 from jaxserve.cluster import open_requests, request_moves, staged_copy
+from jaxserve.cluster.kept_kv import KeptKV
 from jaxserve.cluster.policies.copies import LAST_TOKENS
 from jaxserve.cluster.policies.incoming_kv import IncomingKV
 from jaxserve.cluster.policies.moves import MAX_MOVES
@@ -238,10 +240,10 @@ def test_one_comes_after_the_other_where_memory_is_short(llama, llm, cluster, mo
     assert len(seen) >= 2 and set(seen) == {1}
 
 
-@pytest.mark.parametrize("how", ["abort", "disconnect"])
+@pytest.mark.parametrize("how", ["abort", "disconnect", "drain"])
 def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch):
-    """And gives back what it had booked, while other KV still takes all the room. Its replica makes
-    no step meanwhile, so that it ends by no other reason."""
+    """Or once its destination drains, and gives back what it had booked, while other KV still takes
+    all the room. Its replica makes no step meanwhile, so that it ends by no other reason."""
     router, _ = cluster
     pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
 
@@ -269,6 +271,14 @@ def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch)
         other.load.incoming_kv.leave("other KV")
         return booked
 
+    async def drained(move, other):
+        (request,) = pool.requests._open.values()
+        other.enter("draining")
+        booked = await given_back(move, other)
+        assert request.replica not in (None, other) and not request.moving
+        other.enter("ready")
+        return booked
+
     async def scenario():
         await all_up(router)
         async with await router.submit([llama.prompts[8]], params, ["waits"]) as updates:
@@ -277,7 +287,136 @@ def test_a_wait_for_room_ends_with_its_request(llama, cluster, how, monkeypatch)
                 await router.abort("waits")
                 output = [update async for _, update in updates][-1]
                 assert output.outputs[0].finish_reason == "abort"
-        assert await router._result_of(given_back(move, other)) == []
+            elif how == "drain":
+                assert await router._result_of(drained(move, other)) == []
+        if how != "drain":
+            assert await router._result_of(given_back(move, other)) == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("how", ["abort", "drain"])
+def test_a_stage_that_hangs_ends_with_its_request(llama, llm, cluster, how):
+    """Or once its destination drains: then the request runs on where it is."""
+    router, replicas = cluster
+    pool, params = router._pool, dataclasses.replace(SEEDED, max_tokens=60)
+    (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
+
+    async def ended():
+        while not any(request.routed.begun for request in pool.requests._open.values()):
+            await asyncio.sleep(0)
+        (request,) = pool.requests._open.values()
+        (other,) = (each for each in pool._replicas if each is not request.replica)
+        replicas[other.index].at_move = "the copy hangs"
+        move = pool.requests.move(request, other)
+        while replicas[other.index].at_move:
+            await asyncio.sleep(0)
+        if how == "abort":
+            pool.requests.abort("hangs")
+        else:
+            other.enter("draining")
+        await asyncio.wait_for(move, 60)
+        if how == "drain":
+            other.enter("ready")
+        assert not request.moving and other.load.incoming_kv.has_room(1000)
+        assert not other.load.demands
+
+    async def scenario():
+        await all_up(router)
+        moved = pool.requests.num_moved
+        asking = asyncio.create_task(ask(router, llama.prompts[8], params, "hangs"))
+        await router._result_of(ended())
+        await check_answer(asking, alone, "the request ends" if how == "abort" else "")
+        assert pool.requests.num_moved == moved
+        while any(map(in_books, replicas, pool._replicas)):
+            await asyncio.sleep(0.002)
+
+    run(scenario())
+
+
+def test_a_stage_brings_no_more_than_it_has_booked(llama, llm, cluster):
+    """Its request generates pages of tokens while the stage waits for room."""
+    router, replicas = cluster
+    pool, page_size = router._pool, router.info.config.page_size
+    params, stages = dataclasses.replace(SEEDED, max_tokens=60), []
+    (alone,) = llm.generate(llama.prompts[8], params, use_tqdm=False)
+
+    def num_pages(parts):
+        named = (part.partition(b"\n") for part in parts)
+        (listed,) = (json.loads(data) for name, _, data in named if name.startswith(b"kv.json"))
+        return len({row for prefix in listed["prefixes"] for row in prefix["rows"]})
+
+    async def waited():
+        while not any(request.routed.begun for request in pool.requests._open.values()):
+            await asyncio.sleep(0)
+        (request,) = pool.requests._open.values()
+        (other,) = (each for each in pool._replicas if each is not request.replica)
+        destination = replicas[other.index]
+
+        async def stage_request(parts, name):
+            stages.append((other.load.incoming_kv.num_pages, num_pages(parts)))
+            return await destination._replica.stage_request(parts, name)
+
+        destination.stage_request = stage_request
+        incoming, num_tokens = other.load.incoming_kv, request.routed.num_tokens
+        incoming.enter("other KV", other.load.num_pages, lambda: None)
+        move = pool.requests.move(request, other)
+        while request.routed.num_tokens < num_tokens + 2 * page_size:
+            await asyncio.sleep(0.002)
+        incoming.leave("other KV")
+        await asyncio.wait_for(move, 60)
+        del destination.stage_request
+
+    async def scenario():
+        await all_up(router)
+        asking = asyncio.create_task(ask(router, llama.prompts[8], params, "books"))
+        await router._result_of(waited())
+        await check_answer(asking, alone, "")
+        assert stages and all(brought <= booked for booked, brought in stages)
+        assert stages[0][0] == stages[0][1]
+
+    run(scenario())
+
+
+def test_kept_kv_is_taken_and_staged_in_pieces(llama, cluster, monkeypatch):
+    """And none beyond what it may take of memory."""
+    router, replicas = cluster
+    pool, prompt = router._pool, llama.prompts[8]
+    params = dataclasses.replace(SEEDED, max_tokens=60)
+
+    def no_step():
+        time.sleep(0.002)
+        return []
+
+    async def kept(room):
+        """How many tokens are staged elsewhere, and the KV with its pieces' pages."""
+        (request,) = pool.requests._open.values()
+        source = request.replica
+        (other,) = (each for each in pool._replicas if each is not source)
+        found = KeptKV(request)
+        monkeypatch.setattr(source.load.incoming_kv, "max_pages", 2)
+        await found.take(source, request.sent_as, room)
+        pages = [num_pages for num_pages, _ in found._pieces]
+        num_staged = await found.stage(other, f"kept-{room}")
+        await other.client.unstage_request(f"kept-{room}")
+        await other.client.reset_prefix_cache()
+        assert not found._pieces and other.load.incoming_kv.has_room(1000)
+        return num_staged, found, pages
+
+    async def scenario():
+        await all_up(router)
+        async with await router.submit([prompt], params, ["kept"]) as updates:
+            await anext(aiter(updates))
+            for replica in replicas:
+                monkeypatch.setattr(replica._replica._engine._engine, "step", no_step)
+            whole, all_kv, pages = await router._result_of(kept(1 << 30))
+            some, some_kv, fewer = await router._result_of(kept(all_kv.num_bytes // 2))
+            none, none_kv, _ = await router._result_of(kept(0))
+        assert whole >= len(prompt) and not all_kv.cut
+        assert len(pages) > 2 and max(pages) == 2
+        assert 0 < some < whole and some_kv.cut and len(fewer) < len(pages)
+        assert 0 < some_kv.num_bytes <= all_kv.num_bytes // 2
+        assert (none, none_kv.cut, none_kv.num_bytes) == (0, True, 0)
 
     run(scenario())
 

@@ -122,16 +122,39 @@ def test_the_prompts_of_one_list_pull_few_prefixes_at_a_time(cluster, monkeypatc
     assert counted == [[0] * len(prompts), [*range(MAX_PULLS + 1), MAX_PULLS]]
 
 
-FAULTS = ("the source dies", "the pull hangs", "a part is damaged", "no room", "the client leaves")
+ENDS = ("the client leaves", "the request ends", "the destination drains")
+"""What ends a pull that hangs."""
+FAULTS = ("the source dies", "the pull hangs", "a part is damaged", "no room", *ENDS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, fault, monkeypatch):
-    never_comes = fault in ("the pull hangs", "the client leaves")
-    monkeypatch.setattr(prefix_pull, "PULL_S", 0.2 if never_comes else PATIENCE_S)
+    monkeypatch.setattr(prefix_pull, "PULL_S", 0.2 if fault == "the pull hangs" else PATIENCE_S)
     router, replicas = cluster
     prompt, params = llama.prompts[8], dataclasses.replace(SEEDED, max_tokens=12)
     expected = list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    async def entered(state):
+        router._pool._replicas[1].enter(state)
+
+    async def ended(asking):
+        """The pull hangs in its destination, and is ended there."""
+        while replicas[1].at_move:
+            await asyncio.sleep(0)
+        if fault == "the client leaves":
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        elif fault == "the request ends":
+            await router.abort("second")
+            assert (await asking)[1].outputs[0].finish_reason == "abort"
+        else:
+            chosen_replica[0] = 0
+            await router._result_of(entered("draining"))
+            tokens, output = await asking
+            assert tokens == expected and output.metrics.cached_tokens
+            await router._result_of(entered("ready"))
+        while router._pool._replicas[0].load.num_pulled:
+            await asyncio.sleep(0.01)
 
     async def scenario():
         await all_up(router)
@@ -140,16 +163,11 @@ def test_a_pull_that_fails_costs_no_token(llama, llm, cluster, chosen_replica, f
         chosen_replica[0] = 0
         await ask(router, prompt, params, "first")
         chosen_replica[0] = 1
-        replicas["source" not in fault].at_move = "hangs" if "client" in fault else fault
+        replicas["source" not in fault].at_move = "hangs" if fault in ENDS else fault
         pulled = await metric(router, "pulled_prefix_tokens_total")
         asking = asyncio.create_task(ask(router, prompt, params, "second"))
-        if "client" in fault:
-            while replicas[1].at_move:
-                await asyncio.sleep(0)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            while router._pool._replicas[0].load.num_pulled:
-                await asyncio.sleep(0.01)
+        if fault in ENDS:
+            await ended(asking)
         else:
             tokens, output = await asking
             assert tokens == expected and output.metrics.cached_tokens == 0

@@ -46,21 +46,28 @@ def go_from_mesh_to_mesh(_: str, answered: Path) -> None:
             await router.resize_replica(0, {"tensor_parallel_size": 2, "context_parallel_size": 8})
         with pytest.raises(RestartError, match="replica 3 is not one of those"):
             await router.resize_replica(3, {"tensor_parallel_size": 2})
+        sizes_kept = recorded(replica)
         staged = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
         meshes = [{"tensor_parallel_size": 4}, staged] if EXHAUSTIVE else [staged]
         for number, sizes in enumerate(meshes):
             resize = await resized(router, replica, answers, sizes, f"{number}")
-            assert (resize.error, resize.num_kept) == (None, len(PROMPTS))
+            assert (resize.error, resize.num_kept, resize.num_cut) == (None, len(PROMPTS), 0)
             config = replica._replica._engine.plan().config
             assert {name: getattr(config, name) for name in sizes} == sizes
             # The newest token of each, and what the host did not know of when KV was taken.
             assert await metric(router, "prefill_tokens_total", "0") <= 3 * len(PROMPTS)
         replica.loads = ["failed", "failed"]  # Then as before.
         replica.at_move = "a part is damaged"  # of the KV of the first, which is computed again
+        least, *most = sorted(sizes_kept[-len(PROMPTS) :])
+
+        async def max_kept_bytes():
+            return sum(most) + least // 2
+
+        replica.max_kept_bytes = max_kept_bytes  # It has no room for that of the shortest.
         before = replica._replica._engine.plan().config.sizes
         resize = await resized(router, replica, answers, {"context_parallel_size": 2}, "failed")
         assert "its previous sizes are restored" in resize.error
-        assert resize.num_kept == len(PROMPTS) - 1
+        assert (resize.num_kept, resize.num_cut) == (len(PROMPTS) - 2, 1)
         (status,) = (await router.cluster_status()).replicas
         assert (status.sizes, status.num_losses, status.state) == (before, 0, "ready")
 
@@ -116,6 +123,19 @@ def ended(router: Router, scenario) -> None:
         run(scenario())
     finally:
         router.close()
+
+
+def recorded(replica: Mortal) -> list[int]:
+    """Bytes of what is kept of each of its requests."""
+    found = []
+
+    async def keep_request(*arguments):
+        num_bytes, parts = await replica._replica.keep_request(*arguments)
+        found.append(num_bytes)
+        return num_bytes, parts
+
+    replica.keep_request = keep_request
+    return found
 
 
 def hold(replica: Mortal) -> None:

@@ -9,6 +9,8 @@ chunks are copied while later chunks are computed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxserve.core.arithmetic import cdiv
 
@@ -36,6 +38,37 @@ class CopyCounts:
     left: int = 0
 
 
+class Span(NamedTuple):
+    """KV of tokens start .. stop - 1 of each sequence of a request, of so many pages at most."""
+
+    start: int
+    stop: int
+    num_pages: int
+
+    @classmethod
+    def of(
+        cls, start: int, stop: int, num_prompt: int, page_size: int, num_sequences: int = 1
+    ) -> Span:
+        """The pages from that of token `start` on, up to that of the last one: only full ones
+        while these tokens are not all of the prompt. Sequences share the full pages of their
+        prompt."""
+        last = cdiv(stop, page_size) if stop >= num_prompt else stop // page_size
+        first, shared = start // page_size, num_prompt // page_size
+        own = max(0, last - max(first, shared))
+        return cls(start, stop, max(0, min(last, shared) - first) + num_sequences * own)
+
+
+def pieces(
+    num_prompt: int, num_tokens: int, page_size: int, num_sequences: int, max_pages: int
+) -> Iterator[Span]:
+    """All KV of a request whose longest sequence has `num_tokens`, in pieces of `max_pages` at most
+    where that is a page of each sequence or more."""
+    size = max(1, max_pages // num_sequences) * page_size
+    for start in range(0, num_tokens, size):
+        stop = min(start + size, num_tokens)
+        yield Span.of(start, stop, num_prompt, page_size, num_sequences)
+
+
 class CopyStages:
     """The stages of the copy of one request: which are done, and whether another follows.
 
@@ -58,12 +91,10 @@ class CopyStages:
         self._counts = counts
         self._num_stages = 0
 
-    def num_pages(self, num_tokens: int) -> int:
-        """Pages that a stage brings when the first `num_tokens` have KV: only full ones while that
-        is not all of the prompt, and the last one of the stage before again unless it was full."""
-        is_whole = num_tokens >= self._num_prompt
-        stop = cdiv(num_tokens, self._page_size) if is_whole else num_tokens // self._page_size
-        return stop - self.num_staged // self._page_size
+    def next(self, stop: int, num_sequences: int = 1) -> Span:
+        """A stage that brings the KV of tokens before `stop`: the last page of the stage before
+        again, unless it was full."""
+        return Span.of(self.num_staged, stop, self._num_prompt, self._page_size, num_sequences)
 
     def goes_on(self, num_left: int) -> bool:
         """Whether there is another stage before the request moves, after prefill. `num_left`: its

@@ -2,7 +2,8 @@
 
 As Singularity resizes a job (Shukla et al., 2022): between two steps the requests and their KV are
 taken from the replica, its process is replaced by one with the other mesh, and they go on there.
-KV is stored as no mesh has it, so that it is copied and not computed again.
+KV is stored as no mesh has it, so that it is copied and not computed again, as far as there is room
+for it meanwhile.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
 
+from jaxserve.cluster.kept_kv import KeptKV
 from jaxserve.cluster.open_requests import OpenRequests
 from jaxserve.cluster.policies.moves import plan_moves
 from jaxserve.cluster.replicas.routed_replica import OpenRequest, RoutedReplica
-from jaxserve.cluster.staged_copy import COPY_S
 from jaxserve.core.cluster_status import ResizeStatus
-from jaxserve.core.errors import ConfigError, EngineClosedError, ReplicaLostError, RequestError
+from jaxserve.core.errors import ConfigError, EngineClosedError, ReplicaLostError
 from jaxserve.core.settings.config import EngineConfig
 
 POLL_S = 0.05
@@ -61,12 +61,18 @@ class Resize:
         self._config = config
         self._replicas = replicas
         self._requests = requests
-        self._kept: dict[OpenRequest, Any] = {}
+        self._kept: dict[OpenRequest, KeptKV] = {}
         self._resumed = asyncio.Event()
         self.status = ResizeStatus(True, replica.index, config.sizes, 0, 0.0)
 
     async def run(self) -> None:
         """Until the replica serves again."""
+        try:
+            await self._run()
+        finally:
+            self._kept.clear()  # Some may have ended while the replica was loaded.
+
+    async def _run(self) -> None:
         replica, begin_s = self._replica, time.monotonic()
         _log.info("replica %d is resized to %s", replica.index, self._config.sizes)
         replica.enter("draining")
@@ -113,26 +119,28 @@ class Resize:
         self.status = dataclasses.replace(self.status, running=False, error=error)
 
     async def _keep(self) -> None:
-        """Take the KV of the requests that the replica has, of one at a time; it runs on until its
-        process ends."""
-        for name, request in tuple(self._replica.requests.items()):
-            if not request.movable:
-                continue
-            try:
-                async with asyncio.timeout(COPY_S):
-                    self._kept[request] = await self._replica.client.keep_request(name)
-            except RequestError:
-                continue  # It has just ended.
-            except (ReplicaLostError, EngineClosedError):
-                return
-            except Exception as error:
-                _log.warning("KV of a request is computed again: %r", error)
+        """Take the KV of the requests that the replica has, as far as there is room for it: of the
+        longest first, which take longest to compute again. They run on until its process ends."""
+        replica, requests = self._replica, self._replica.requests
+        try:
+            room = await replica.client.max_kept_bytes()
+            for name in sorted(requests, key=lambda name: -requests[name].routed.num_tokens):
+                request = requests.get(name)  # None for one that has ended meanwhile.
+                if request is None or not request.movable:
+                    continue
+                kept = self._kept[request] = KeptKV(request)
+                await kept.take(replica, name, room)
+                room -= kept.num_bytes
+                num_cut = self.status.num_cut + kept.cut
+                self.status = dataclasses.replace(self.status, num_cut=num_cut)
+        except (ReplicaLostError, EngineClosedError):
+            return  # Its updates say so too.
 
     async def _resume(self, left: Iterable[OpenRequest]) -> None:
         """The replica is loaded again, and the requests that it had go on there."""
         for request in left:
-            parts = self._kept.pop(request, None)
-            if await self._requests.resume_in(self._replica, request, parts):
-                kept = self.status.num_kept + 1
-                self.status = dataclasses.replace(self.status, num_kept=kept)
+            kept = self._kept.pop(request, None)
+            if await self._requests.resume_in(self._replica, request, kept):
+                num_kept = self.status.num_kept + 1
+                self.status = dataclasses.replace(self.status, num_kept=num_kept)
         self._resumed.set()

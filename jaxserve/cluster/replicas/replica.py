@@ -28,7 +28,7 @@ from jaxserve.engine.snapshot.requests import RequestSnapshot
 from jaxserve.kv.layout import TRANSFER_PAGES
 from jaxserve.metrics.metric import Metric
 from jaxserve.runtime.hardware.cpu_threads import make_room_for_collectives
-from jaxserve.runtime.hardware.device_memory import host_share
+from jaxserve.runtime.hardware.device_memory import host_memory, host_share
 from jaxserve.runtime.startup.engine_plan import EnginePlan, plan_engine
 from jaxserve.text import Tokenizer
 
@@ -148,10 +148,19 @@ class Replica:
         then; returns how many tokens have theirs here. Raises as `AsyncEngine.stage_request`."""
         return await self._ready.stage_request(parts, name)
 
-    async def keep_request(self, request_id: str) -> list[bytes]:
-        """A request and its KV, for `stage_request` of a process that takes the place of this
-        one. Raises as `export_request`."""
-        return await self.export_request(request_id, 0)
+    async def max_kept_bytes(self) -> int:
+        """How much exported KV may lie in memory at a time while a process is replaced."""
+        return host_memory() // 2
+
+    async def keep_request(
+        self, request_id: str, start: int, stop: int, max_bytes: int
+    ) -> tuple[int, list[bytes]]:
+        """A request and its KV from token `start` on, and before `stop`, for `stage_request` of a
+        process that takes the place of this one; and how many bytes that are. If they are more
+        than `max_bytes`, nothing is exported. Raises as `export_request`."""
+        exported = await self.export_request(request_id, start, stop)
+        num_bytes = sum(map(len, exported))
+        return num_bytes, exported if num_bytes <= max_bytes else []
 
     async def unstage_request(self, name: str) -> None:
         """Give up the KV of a request that is not submitted."""

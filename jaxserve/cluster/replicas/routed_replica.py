@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
+from typing import Any, TypeVar
 
 from jaxserve.cluster.policies.dispatch import ReplicaLoad
 from jaxserve.cluster.replicas.replica_client import ReplicaClient
 from jaxserve.cluster.routed_request import RoutedRequest
+from jaxserve.cluster.tasks import unless
 from jaxserve.core.cluster_status import ReplicaState, ReplicaStatus, Role
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.requests.outputs import RequestOutput
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.engine.output_queue import OutputQueue, Update
+
+_T = TypeVar("_T")
 
 
 class Submission:
@@ -32,7 +35,8 @@ class Submission:
 @dataclasses.dataclass(eq=False)
 class OpenRequest:
     """A request whose output is not complete. `number` is its place in its submission; `sent_as`
-    its id in `replica`, while it is with one, and `left` is done once it is not, or is aborted.
+    its id in `replica`, while it is with one, and `left` is done once it is not, or is aborted;
+    while it is held for a replica, once it is aborted.
     `immovable`: it has not been possible to move it. `cached_tokens`: those of the replica that
     computed its prompt; where a request moves to, all of it is cached."""
 
@@ -45,7 +49,9 @@ class OpenRequest:
     cached_tokens: int | None = None
     replica: RoutedReplica | None = None
     sent_as: str = ""
-    left: asyncio.Future[None] | None = None
+    left: asyncio.Future[None] = dataclasses.field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def enter(self, replica: RoutedReplica, name: str) -> None:
         """It is sent to a replica, as `name`."""
@@ -58,13 +64,20 @@ class OpenRequest:
         self._has_left()
         return replica
 
+    def hold(self) -> None:
+        """The process of its replica is replaced, which resumes it."""
+        self.leave()
+        self.routed.rewind()
+        if not self.routed.aborted:
+            self.left = asyncio.get_running_loop().create_future()
+
     def abort(self) -> None:
         """Its client wants no more of it; its replica has it until that has ended it."""
         self.routed.aborted = True
         self._has_left()
 
     def _has_left(self) -> None:
-        if self.left is not None and not self.left.done():
+        if not self.left.done():
             self.left.set_result(None)
 
     @property
@@ -89,6 +102,7 @@ class RoutedReplica:
         moved: those that have moved elsewhere, until it says that they have ended here.
         ended: done once it is to be loaded again: with the error by which it was lost, or with None
             when its process is to be replaced.
+        unready: done while it is not ready: what is on its way to it goes elsewhere.
         removing: its process ends, and none is started in its place.
         config: what it is loaded with; `fallback` if it fails to load.
         immovable: its requests do not move to others.
@@ -119,6 +133,7 @@ class RoutedReplica:
         self.num_finished = 0
         self.num_losses = 0
         self.load = self._no_load(info)
+        self.unready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.begin(info, process)
 
     def begin(self, info: EngineInfo, process: str) -> None:
@@ -136,6 +151,10 @@ class RoutedReplica:
         self.state: ReplicaState = state
         self._since_s = time.time()
         self.load.draining = state != "ready"
+        if state != "ready" and not self.unready.done():
+            self.unready.set_result(None)
+        elif state == "ready" and self.unready.done():
+            self.unready = asyncio.get_running_loop().create_future()
 
     def end(self, error: JaxserveError | None) -> None:
         """It is to be loaded again: it was lost, or else its process is to be replaced."""
@@ -149,19 +168,23 @@ class RoutedReplica:
         self.enter("loading")
         return left
 
-    @contextlib.asynccontextmanager
-    async def receiving(
-        self, key: Hashable, num_pages: int, unless: asyncio.Future[None] | None = None
-    ) -> AsyncIterator[bool]:
-        """KV of so many pages comes to it within the block, which is entered once there is room
-        for that in its host's memory; or without room, as the block is told, when `unless` is done
-        before."""
+    async def receive(
+        self,
+        key: Hashable,
+        num_pages: int,
+        copy: Callable[[], Coroutine[Any, Any, _T]],
+        left: asyncio.Future[None],
+    ) -> _T | None:
+        """What `copy` returns or raises. It brings KV of so many pages, and begins once there is
+        room for that in the host's memory. None if `left` is done before it has ended, or this
+        replica is not ready any more: then the wait ends, and so does `copy`, which is
+        cancelled."""
         incoming, room = self.load.incoming_kv, asyncio.get_running_loop().create_future()
+        ended = left, self.unready
         incoming.enter(key, num_pages, lambda: room.set_result(None))
         try:
-            waited_for = {room} if unless is None else {room, unless}
-            await asyncio.wait(waited_for, return_when=asyncio.FIRST_COMPLETED)
-            yield room.done()
+            await asyncio.wait({room, *ended}, return_when=asyncio.FIRST_COMPLETED)
+            return await unless(ended, copy())
         finally:
             incoming.leave(key)
 

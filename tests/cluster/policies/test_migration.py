@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_dispatch import demand_of, loads, prompt
 
-from jaxserve.cluster.policies.copies import LAST_TOKENS, MAX_STAGES, CopyCounts, CopyStages
+from jaxserve.cluster.policies.copies import (
+    LAST_TOKENS,
+    MAX_STAGES,
+    CopyCounts,
+    CopyStages,
+    Span,
+    pieces,
+)
 from jaxserve.cluster.policies.dispatch import ReplicaLoad, dispatch
 from jaxserve.cluster.policies.moves import (
     MAX_MOVES,
@@ -172,3 +179,30 @@ def test_on_a_static_load_moves_come_to_an_end(session, drained, drains, apart):
     if not drains:
         assert all(count <= 1 + apart for count in moved.values())
     assert sum(len(load.demands) for load in replicas) == len(session)
+
+
+def test_pages_of_a_stage():
+    """Those of a prompt that is computed are full; samples share those of their prompt."""
+    assert Span.of(0, 7, num_prompt=10, page_size=4).num_pages == 1
+    assert Span.of(0, 10, num_prompt=10, page_size=4).num_pages == 3
+    assert Span.of(6, 17, num_prompt=10, page_size=4).num_pages == 4
+    assert Span.of(6, 17, num_prompt=10, page_size=4, num_sequences=3).num_pages == 1 + 3 * 3
+    assert Span.of(13, 17, num_prompt=10, page_size=4, num_sequences=3).num_pages == 3 * 2
+    assert Span.of(0, 3, num_prompt=10, page_size=4).num_pages == 0
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(0, 40),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(0, 12),
+)
+def test_pieces_are_all_of_it(num_prompt, num_output, page_size, num_sequences, max_pages):
+    num_tokens = num_prompt + num_output
+    found = list(pieces(num_prompt, num_tokens, page_size, num_sequences, max_pages))
+    assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])]
+    assert found[-1].stop == num_tokens
+    assert all(each.num_pages <= max(max_pages, num_sequences) for each in found)
+    whole = Span.of(0, num_tokens, num_prompt, page_size, num_sequences).num_pages
+    assert sum(each.num_pages for each in found) == whole
