@@ -96,16 +96,33 @@ def choose(
                 "them out."
             )
     rows = _sizes(min(_MAX_ROWS, engine.max_num_seqs or _MAX_ROWS))
-    probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows[-1])
-    with load(probe) as llm:
+    with load(_measured(engine, rows[-1])) as llm:
         plan = llm.plan()
         kv_on_host = _may_keep_kv_on_host(plan.config, plan.shapes.model)
         problem = _problem(llm, job, names, chat, rows, kv_on_host)
     return fastest(engine, problem, kv_on_host)
 
 
+def _measured(engine: EngineOptions, max_num_seqs: int) -> EngineOptions:
+    """Settings of an engine whose decodes are of one token of each sequence, and whose prefills
+    fill their steps. Raises ConfigError for what excludes `weights_on`."""
+    on_disk = dataclasses.replace(engine, weights_on="disk", max_num_seqs=max_num_seqs)
+    return dataclasses.replace(
+        on_disk, speculative_config=None, scheduler="sarathi", target_step_us=None
+    )
+
+
 def _sizes(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
+
+
+def _block_sizes(engine: EngineOptions) -> list[int]:
+    """Numbers of steps to a read of the layers that the other settings allow."""
+    try:
+        dataclasses.replace(engine, weights_on="disk", steps_per_weight_read=_MAX_STEPS)
+    except ConfigError:
+        return [1]
+    return _sizes(_MAX_STEPS)
 
 
 def fastest(engine: EngineOptions, problem: Problem, kv_on_host: bool = True) -> ChosenOffload:
@@ -119,8 +136,9 @@ def fastest(engine: EngineOptions, problem: Problem, kv_on_host: bool = True) ->
     from jaxserve.runtime.startup import engine_plan
 
     never, rows = _never(engine, problem, kv_on_host), [*problem.rates.decode_s]
+    steps = _block_sizes(engine)
     while True:
-        chosen = carried_out(engine, problem, problem.best(rows, _sizes(_MAX_STEPS), never))
+        chosen = carried_out(engine, problem, problem.best(rows, steps, never))
         memory = engine_plan.decide(chosen.engine).memory
         if memory.fits:
             return chosen
