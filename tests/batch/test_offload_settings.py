@@ -111,12 +111,12 @@ def test_a_block_has_one_step_where_the_time_of_each_counts(model, given, in_blo
     options = EngineOptions(**own | {"max_num_batched_tokens": None}, **given)
     probe = dataclasses.replace(options, max_num_seqs=4, weights_on="disk")
     placement = engine_plan.decide(probe).shapes.placement
-    held = placement.outside_bytes + 3 * max(placement.layer_bytes)
+    layer, outside = max(placement.layer_bytes), placement.outside_bytes
     problem = Problem(
-        ModelBytes(LAYERS, max(placement.layer_bytes), placement.outside_bytes, 512, 256),
+        ModelBytes(LAYERS, layer, outside, 1, 1),
         RATES,
         Lengths(64, 32),
-        MemoryCapacity(held + (1 << 20), 0, 1e12),
+        MemoryCapacity(outside + 4 * layer, 0, 1e12),
     )
     chosen = fastest(options, problem).engine
     assert chosen.weights_on == "disk"

@@ -177,6 +177,13 @@ def test_a_file_that_cannot_be_written(tmp_path):
         LayerFile(tmp_path / "weights" / "model.layers", layouts(1)).write([layer(0)])
 
 
+def test_a_host_without_memory():
+    here = layer(0)["codes"].sharding
+    endless = LayerLayout({"codes": jax.ShapeDtypeStruct((1 << 60,), jnp.int8, sharding=here)})
+    with pytest.raises(WeightsError, match=r"host has no memory for layer 0 .*; set weights_on to"):
+        HostLayerStore([endless]).put(0, {})
+
+
 def test_reads_that_return_less(file, monkeypatch):
     """A read may return fewer bytes than it was asked for; the rest is then read."""
     preadv = os.preadv
