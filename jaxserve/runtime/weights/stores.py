@@ -143,7 +143,7 @@ def _unfinished(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     locked until then, and a process that is killed has no locks."""
     while True:
         descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=_UNFINISHED)
-        with contextlib.suppress(OSError):  # Without locks nobody deletes it.
+        with contextlib.suppress(OSError):  # Without locks it may stay.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
