@@ -11,7 +11,6 @@ that the policy's model (offline/offload_policy.py) gives them, from rates that 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +94,7 @@ def measured(llm: LLM, options: argparse.Namespace, sizes: list[int]) -> Problem
         PolicyRates(**steps._asdict(), **links._asdict()),
         Lengths.of(PROMPT * sizes[-1], [options.tokens] * sizes[-1]),
         MemoryCapacity(0, 0, 0),
+        prefill_tokens=plan.shapes.buckets.prefill_tokens,
     )
 
 
@@ -126,8 +126,7 @@ def report(
     total = options.rows * options.steps * options.tokens
     rows = []
     for name, one in found.items():
-        chunk = (PROMPT * cases[name][0],)  # Of a step that is full.
-        modelled = dataclasses.replace(problem, prefill_tokens=chunk).seconds(*cases[name], on_disk)
+        modelled = problem.seconds(*cases[name], on_disk)
         rows.append(
             (
                 name,

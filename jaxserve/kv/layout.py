@@ -119,6 +119,18 @@ class KVLayout:
         return len(self.groups) > 1 or self.groups[0].window is not None
 
     @property
+    def num_full(self) -> int:
+        """Groups without a window, which are the first ones."""
+        return sum(group.window is None for group in self.groups)
+
+    @property
+    def window_pages(self) -> int:
+        """The most pages that a sequence holds at a time in the groups with a window."""
+        size, endless = self.page_size, 1 << 62
+        windowed = self.groups[self.num_full :]
+        return sum(group.most_pages(endless, self.max_chunk, size) for group in windowed)
+
+    @property
     def chunk_pages(self) -> int:
         """The most pages that a step's tokens of one sequence lie on."""
         return cdiv(self.max_chunk - 1, self.page_size) + 1

@@ -147,13 +147,14 @@ class KVManager:
     ) -> PageTable:
         """An empty page table of a sequence, arguments as for PageTable; `most_tokens` is how many
         it can have KV of, if that may be more than the pool holds."""
+        full = self.layout.num_full
+        of_each = self.host_limits.on_host(most_tokens) // full if self.host_limits else 0
         # No salt is other than UTF-8, so that groups share nothing.
-        numbers = range(1, len(self.layout.groups))
-        others = tuple(PageTable(token_ids, b"\xff%d" % number + salt) for number in numbers)
-        num_host_pages = 0
-        if self.host_limits is not None:
-            num_host_pages = self.host_limits.on_host(self.layout.pages_for(most_tokens))
-        return PageTable(token_ids, salt, others, num_host_pages)
+        others = tuple(
+            PageTable(token_ids, b"\xff%d" % number + salt, (), of_each if number < full else 0)
+            for number in range(1, len(self.layout.groups))
+        )
+        return PageTable(token_ids, salt, others, of_each)
 
     def pages_for(self, table: PageTable | None, num_tokens: int) -> int:
         """The most device pages that a sequence of `num_tokens` tokens holds at a time."""
@@ -161,9 +162,7 @@ class KVManager:
 
     def match(self, table: PageTable, num_tokens: int) -> Match:
         """Matches the first `num_tokens` tokens of a sequence without pages against the cache."""
-        if table.num_host_pages:
-            return Match()
-        return self._matcher.match(table, num_tokens)
+        return self._matcher.match(table, 0 if table.num_host_pages else num_tokens)
 
     def match_on_device(self, table: PageTable, num_tokens: int) -> Match:
         """As `match`, of full pages on the device alone; not for tables with windows."""
@@ -178,7 +177,7 @@ class KVManager:
         """Whether `margin` pages stay available after `allocate`, and the host has its pages for
         a table that needs some."""
         num_pages = self.pages_for(table, num_tokens)
-        if table is not None and table.num_host_pages > self.num_free_host_pages:
+        if table is not None and table.needs_host_pages > self.num_free_host_pages:
             return False
         return self.pool.num_available - (num_pages - match.num_in_use) >= margin
 
@@ -267,9 +266,9 @@ class KVManager:
                 node = own.nodes[index] if index < len(own.nodes) else None
                 self.node_states.release(own.pages[index], node, keep=keep)
             own.clear()
-        if table.host_pages:
-            self.host_pages.free(table.host_pages)
-            table.host_pages = []
+        for own in table.tables if table.num_host_pages else ():
+            self.host_pages.free(own.host_pages)
+            own.host_pages = []
 
     def unpin_table(self, table: PageTable) -> None:
         """Unpins the nodes that a preempted sequence left pinned."""

@@ -47,18 +47,18 @@ class PageAllocator:
 
     def pages_for(self, table: PageTable | None, num_tokens: int) -> int:
         """As KVManager.pages_for."""
-        num_pages = self._layout.pages_for(num_tokens)
         if table is not None and table.num_host_pages:
-            return min(num_pages, self._host_pages.limits.resident_pages)
-        return num_pages
+            return self._host_pages.limits.resident(num_tokens)
+        return self._layout.pages_for(num_tokens)
 
     def allocate(self, table: PageTable, match: Match, num_tokens: int) -> None:
         """As KVManager.allocate."""
+        for own in table.tables:
+            if own.num_host_pages:
+                own.host_pages = self._host_pages.allocate(own.num_host_pages)
         if self._layout.windowed:
             return self._allocate_groups(table, match, num_tokens)
         num_pages = self.pages_for(table, num_tokens)
-        if table.num_host_pages:
-            table.host_pages = self._host_pages.allocate(table.num_host_pages)
         for node in match.shared:
             self._share(table, node)
         fetched, partial = list(match.fetched), match.partial
@@ -75,9 +75,9 @@ class PageAllocator:
     def extend(self, table: PageTable, start: int, stop: int) -> bool:
         """As KVManager.extend."""
         page_size, num_pages = self._pool.page_size, self._pool.pages_for(stop)
-        if table.num_host_pages:
-            self._transfer_to_host(table, num_pages)
         for group, own in zip(self._layout.groups, table.tables):
+            if own.num_host_pages:
+                self._transfer_to_host(own, num_pages)
             for index in range(own.num_released, group.first_held(start, page_size)):
                 node = own.nodes[index] if index < len(own.nodes) else None
                 self._states.release(own.pages[index], node)
@@ -136,6 +136,8 @@ class PageAllocator:
         page_size, max_chunk = self._pool.page_size, self._layout.max_chunk
         for group, own in zip(self._layout.groups, table.tables):
             most = group.most_pages(num_tokens, max_chunk, page_size)
+            if own.num_host_pages:
+                most = min(most, self._host_pages.limits.resident_pages)
             stop = min(self._pool.pages_for(num_tokens), own.num_released + most)
             own.pages += self._allocate(stop - len(own.pages), own.pages)
             own.num_cached = own.num_matched = match.num_tokens

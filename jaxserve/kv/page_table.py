@@ -16,7 +16,7 @@ class PageTable:
     may cover just part of its page. The sequence writes to no page before the first page that is
     private to it. The first `num_released` pages have left the group's window: TRASH_PAGE stands
     for them, and their nodes only say what comes before the others. A table longer than the pool
-    has no nodes, and its released pages are the first of `host_pages`.
+    has no nodes, and without a window its released pages are the first of `host_pages`.
     """
 
     __slots__ = (
@@ -46,7 +46,7 @@ class PageTable:
     ) -> None:
         """`token_ids(start, stop)` returns the sequence's tokens at positions start .. stop - 1.
         Only tables with the same `salt` share pages. `num_host_pages`: host pages that a sequence
-        longer than the pool holds while it runs."""
+        longer than the pool holds in this group while it runs."""
         self.others = others
         self.pages: list[int] = []
         self.nodes: list[Node] = []
@@ -73,6 +73,18 @@ class PageTable:
     def tables(self) -> tuple[PageTable, ...]:
         """The tables of all KV groups, itself first."""
         return (self, *self.others)
+
+    @property
+    def needs_host_pages(self) -> int:
+        """Host pages of all KV groups that the sequence holds while it runs."""
+        return sum(own.num_host_pages for own in self.tables)
+
+    @property
+    def on_host(self) -> tuple[list[int], ...]:
+        """The first pages of each KV group, where these are on the host; none without any there."""
+        if not self.num_host_pages:
+            return ()
+        return tuple(own.host_pages[: own.num_released] for own in self.tables)
 
     @property
     def held(self) -> list[int]:

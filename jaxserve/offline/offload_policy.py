@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -141,9 +140,10 @@ class _Phase(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A model, a machine and a job. `work_bytes`: memory of the device for programs and their
-    state. `window` layers are on the device where any is not kept there. Prefill steps are padded
-    to one of the sizes `prefill_tokens`, ascending; without any, the prompts of a block are one
-    pass. Without `host_kv`, KV on the host is copied to be attended to."""
+    state. `window` layers are on the device where any is not kept there. Prefill steps, which have
+    as many prompts as decodes at most, are padded to one of the sizes `prefill_tokens`, ascending;
+    without any, the prompts of a block are one pass. Without `host_kv`, KV on the host is copied to
+    be attended to."""
 
     model: ModelBytes
     rates: PolicyRates
@@ -266,7 +266,7 @@ class Problem:
         count = self.lengths.num_sequences(most)
         together = min(most, count)
         tokens = prompt * together
-        num_steps, padded = prefill_steps(tokens, self.prefill_tokens)
+        num_steps, padded = prefill_steps(together, round(prompt), rows, self.prefill_tokens)
         passes = cdiv(num_steps, steps)
         attended = self._prompt_seconds() * together / passes
         compute_s = self.rates.prefill_s * padded / passes
@@ -332,11 +332,20 @@ class Problem:
         return _Phase(passes, compute_s, copies, host_s)
 
 
-def prefill_steps(tokens: float, sizes: Sequence[int]) -> tuple[int, float]:
-    """The number of steps of so many tokens, the last of which is not full, and their tokens with
-    padding. Without sizes, they are one step."""
+def prefill_steps(count: int, prompt: int, most: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """The number of steps of `count` prompts of so many tokens, if each step has tokens of at most
+    `most` of them, and their tokens, padded to one of `sizes`. Without sizes, they are one step."""
     if not sizes:
-        return 1, tokens
-    full, rest = divmod(math.ceil(tokens), sizes[-1])
-    last = next(size for size in sizes if size >= rest) if rest else 0
-    return max(1, full + (rest > 0)), full * sizes[-1] + last
+        return 1, count * prompt
+    steps, prompts = [0], 0
+    for _ in range(count):
+        left = prompt
+        while left:
+            if steps[-1] == sizes[-1] or prompts == most:
+                steps.append(0)
+                prompts = 0
+            chunk = min(left, sizes[-1] - steps[-1])
+            steps[-1] += chunk
+            prompts += 1
+            left -= chunk
+    return len(steps), sum(next(size for size in (0, *sizes) if size >= step) for step in steps)

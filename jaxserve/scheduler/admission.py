@@ -62,11 +62,12 @@ class AdmissionRule:
         preempted as they grow.
         """
         pages, most = self.layout.pages_for(num_tokens - 1), self.max_num_seqs
-        if pages > (self.capacity if self.host_kv is None else self.host_kv.capacity):
-            if self.host_kv is None or pages > self.host_kv.longest:
-                return 0
-            most = min(most, self.host_kv.num_pages // self.host_kv.on_host(pages))
-            pages = self.host_kv.resident_pages
+        if self.host_kv is not None:
+            pages = self.host_kv.in_pool(num_tokens - 1)
+            if on_host := self.host_kv.on_host(num_tokens - 1):
+                most = min(most, self.host_kv.num_pages // on_host)
+        if pages > self.capacity or not most:
+            return 0
         others = max(0, self.capacity - pages - self.margin(1)) // pages
         return min(1 + others, most)
 
@@ -106,7 +107,7 @@ def kv_limit(
     room = max_model_len - length
     pool_tokens = most_tokens = layout.longest(capacity, max_model_len)
     if host_kv is not None:
-        most_tokens = layout.longest(host_kv.longest, max_model_len)
+        most_tokens = host_kv.longest(max_model_len)
     wanted = seq.params.max_tokens
     if wanted is None:  # Up to the context limit, or to the pool's capacity if that is smaller.
         within = pool_tokens if length <= pool_tokens else most_tokens
@@ -114,11 +115,12 @@ def kv_limit(
     max_tokens = min(wanted, room)
     limit = length + max_tokens - 1
     pages = layout.pages_for(limit)
-    if pages > (capacity if host_kv is None else host_kv.longest):
+    fits = pages <= capacity if host_kv is None else host_kv.on_host(limit) <= host_kv.num_pages
+    if not fits:
         beside = ""
         if host_kv is not None:
             beside = (
-                f", of which a longer request has {host_kv.resident_pages}, beside up to "
+                f", of which a longer request has {host_kv.in_pool(limit)}, beside up to "
                 f"{host_kv.num_pages} on the host (host_kv_bytes)"
             )
         raise PromptTooLongError(

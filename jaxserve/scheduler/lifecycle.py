@@ -227,8 +227,8 @@ class SequenceLifecycle:
         )
         if table.others:
             chunk = chunk._replace(others=tuple((own.pages, own.upload()) for own in table.others))
-        if table.host_pages:
-            chunk = chunk._replace(host_pages=table.host_pages[: table.num_released])
+        if table.num_host_pages:
+            chunk = chunk._replace(host_pages=table.on_host)
         seq.num_computed = end
         if seq.state is SequenceState.ADMITTED:
             if seq.started:

@@ -194,8 +194,8 @@ class Scheduler(SequenceLifecycle):
         theirs = sum(self.pool.refs(page) == count for page, count in held.items())
         room = self.pool.num_available + theirs
         table = self.tables[first.seq_id]
-        host_pages = sum(len(self.tables[seq.seq_id].host_pages) for seq in displaced)
-        if table.num_host_pages > self.kv.num_free_host_pages + host_pages:
+        host_pages = sum(self.tables[seq.seq_id].needs_host_pages for seq in displaced)
+        if table.needs_host_pages > self.kv.num_free_host_pages + host_pages:
             return
         wanted = self.kv.pages_for(table, self._admission_tokens(first))
         if room < wanted + self._admission.watermark_pages:
@@ -365,7 +365,7 @@ class Scheduler(SequenceLifecycle):
     def _lacks_host_pages(self, seq: Sequence) -> bool:
         """Whether a waiting sequence, or one before it, lacks host pages that it needs. Those that
         fit the pool do not wait for these, which another may hold for as long as it runs."""
-        num_pages = self.tables[seq.seq_id].num_host_pages
+        num_pages = self.tables[seq.seq_id].needs_host_pages
         if not num_pages:
             return False
         self._awaits_host_pages |= num_pages > self.kv.num_free_host_pages

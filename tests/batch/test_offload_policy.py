@@ -147,12 +147,16 @@ def test_prompts_take_as_many_passes_as_their_tokens_fill_steps():
     assert one.seconds(4, 2, shares) == pytest.approx(2 * read_s / 5, rel=1e-3)
     slow = dataclasses.replace(one, rates=dataclasses.replace(one.rates, prefill_s=0.01))
     assert slow.seconds(4, 2, shares) == pytest.approx(0.01 * (2 * 32 + 16) / 5)
+    longer = dataclasses.replace(slow, lengths=Lengths.of(5 * 20, [1] * 5))
+    assert longer.seconds(4, 2, shares) == pytest.approx(0.01 * (3 * 32 + 16) / 5)
+    # A step of one sequence has no tokens of the next one's prompt.
+    assert longer.seconds(1, 8, shares) == pytest.approx(0.01 * (5 * 32) / 5)
 
 
 def test_kv_on_the_host_costs_what_the_engine_chooses():
     """Decodes send their queries, and wait for the host; chunks of a prompt copy pages, while the
     device computes. Without a choice all pages would be copied."""
-    reads = HostReads(num_layers=8, heads=4, head_dim=16, itemsize=4, token_bytes=1024)
+    reads = HostReads(8, heads=4, head_dim=16, value_dim=16, itemsize=4, token_bytes=1024)
     rates = HostRates(to_device=1e8, to_host=1e8, decode=1e9, chunk=2e9)
     attention = HostAttention(reads, rates, max_model_len=8192)
     assert attention.sends_queries(2, 0) and not attention.sends_queries(0, 512)

@@ -99,6 +99,31 @@ def test_the_settings_fit_where_the_policy_alone_would_not(model):
 
 
 @pytest.mark.parametrize(
+    ("given", "in_blocks"),
+    [
+        ({}, True),
+        ({"scheduler": "medha"}, False),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": "auto"}}, False),
+    ],
+)
+def test_a_block_has_one_step_where_the_time_of_each_counts(model, given, in_blocks):
+    own = model.settings(model=model.path, max_num_seqs=None)
+    options = EngineOptions(**own | {"max_num_batched_tokens": None}, **given)
+    probe = dataclasses.replace(options, max_num_seqs=4, weights_on="disk")
+    placement = engine_plan.decide(probe).shapes.placement
+    layer, outside = max(placement.layer_bytes), placement.outside_bytes
+    problem = Problem(
+        ModelBytes(LAYERS, layer, outside, 1, 1),
+        RATES,
+        Lengths(64, 32),
+        MemoryCapacity(outside + 4 * layer, 0, 1e12),
+    )
+    chosen = fastest(options, problem).engine
+    assert chosen.weights_on == "disk"
+    assert (chosen.steps_per_weight_read > 1) == in_blocks
+
+
+@pytest.mark.parametrize(
     ("given", "name"),
     [
         ({"weights_on": "disk"}, "weights_on"),

@@ -17,6 +17,7 @@ IN_USE = {
             "acceptance": "typical",
         }
     },
+    "compressed keys": {"kv_compression": "shadow", "kv_on": "host"},
     "disk_kv_dir": {"disk_kv_dir": "pages", "disk_kv_bytes": 1 << 20},
     "dual_batch_overlap": {"dual_batch_overlap": "on", "tensor_parallel_size": 2},
     "host_attention": {"host_attention": "enabled", "kv_on": "host"},

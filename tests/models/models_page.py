@@ -92,7 +92,7 @@ _OPTIONS: dict[str, Callable[[ModelConfig], bool]] = {
     "partial rotation": lambda config: not config.mla and config.rope.rotary_dim < config.head_dim,
 }
 
-_LAYERS = 4
+_LAYERS = 6
 """Of the published models that are planned, whose layers repeat."""
 _CONTEXT = 8192
 """Of the plans, or what a model takes; windows that are longer are none."""

@@ -11,7 +11,7 @@ from jaxserve.runtime.planning.host_attention import HostReads
 from pallas_kernels.paged_attention import PageLayout
 
 GB = 1e9
-LLAMA_8B = HostReads(num_layers=32, heads=32, head_dim=128, itemsize=2, token_bytes=4096)
+LLAMA_8B = HostReads(32, heads=32, head_dim=128, value_dim=128, itemsize=2, token_bytes=4096)
 PCIE = HostRates(to_device=50 * GB, to_host=50 * GB, decode=150 * GB, chunk=600 * GB)
 
 

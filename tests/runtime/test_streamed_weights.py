@@ -155,10 +155,34 @@ def test_a_disk_without_room(tmp_path, monkeypatch):
     file.check_room()  # It is there already.
 
 
+def test_what_a_killed_process_was_writing_is_deleted(tmp_path, monkeypatch):
+    """And not what others write meanwhile, who have locked it."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path))
+    file, other = (LayerFile.of(name, layouts(2)) for name in ("a model", "another"))
+
+    def layers():
+        yield layer(0)
+        (tmp_path / "weights" / "killed.unfinished").write_bytes(b"half")
+        file.check_room()
+        assert len([*file.path.parent.iterdir()]) == 1
+        yield layer(1)
+
+    other.write(layers())
+    assert other.complete
+    assert [*file.path.parent.iterdir()] == [other.path]
+
+
 def test_a_file_that_cannot_be_written(tmp_path):
     (tmp_path / "weights").write_text("not a directory")
     with pytest.raises(WeightsError, match=r"cannot be written \(.*\); set JAXSERVE_CACHE"):
         LayerFile(tmp_path / "weights" / "model.layers", layouts(1)).write([layer(0)])
+
+
+def test_a_host_without_memory():
+    here = layer(0)["codes"].sharding
+    endless = LayerLayout({"codes": jax.ShapeDtypeStruct((1 << 60,), jnp.int8, sharding=here)})
+    with pytest.raises(WeightsError, match=r"host has no memory for layer 0 .*; set weights_on to"):
+        HostLayerStore([endless]).put(0, {})
 
 
 def test_reads_that_return_less(file, monkeypatch):

@@ -16,6 +16,7 @@ from jaxserve.kv.invariants import check_invariants
 from jaxserve.kv.layout import KVGroup, KVLayout
 from jaxserve.kv.manager import KVManager
 from jaxserve.kv.pages import PageError, PagePool
+from jaxserve.runtime.planning.memory import host_kv
 from jaxserve.scheduler.admission import AdmissionRule
 from jaxserve.scheduler.policies import POLICIES
 from jaxserve.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -24,12 +25,17 @@ CONTEXT = 200
 POISON = -1
 
 
+def layout_of(page_size, chunk, windows):
+    return KVLayout(page_size, (KVGroup(None), *map(KVGroup, windows)), chunk)
+
+
 class World:
     """A scheduler, and pages of the device and the host that have the number of each token."""
 
-    def __init__(self, page_size, chunk, capacity, host_pages, rows, policy="sarathi"):
-        layout = KVLayout(page_size, (KVGroup(None),), chunk)
-        self.limits = HostKV(capacity, max(layout.chunk_pages, capacity // 3), host_pages)
+    def __init__(self, page_size, chunk, capacity, host_pages, rows, policy="sarathi", windows=()):
+        """`windows` are of KV groups beside the first."""
+        layout = layout_of(page_size, chunk, windows)
+        self.limits = host_kv(layout, 1 + capacity, host_pages)
         self.host_pages = HostPages(self.limits)
         self.kv = KVManager(
             PagePool(1 + capacity, page_size), layout=layout, host_pages=self.host_pages
@@ -64,8 +70,9 @@ class World:
             priority=priority,
             salt=str(seq_id).encode(),
         )
-        pages = self.kv.pool.pages_for(prompt + max_tokens - 1)
-        if pages > self.limits.longest:
+        length = prompt + max_tokens - 1
+        if self.limits.on_host(length) > self.limits.num_pages:
+            pages = self.kv.layout.pages_for(length)
             with pytest.raises(PromptTooLongError, match=f"needs {pages} KV pages"):
                 self.scheduler.add(seq)
             return None
@@ -81,15 +88,18 @@ class World:
         self.device[operations.freed] = POISON
         chunks = (*plan.decodes, *plan.prefills)
         for chunk in chunks:
-            pages, (since, _) = self._pages(chunk)
-            assert since <= chunk.start
-            for position in range(chunk.start, chunk.stop):
-                page, offset = divmod(position, self.kv.pool.page_size)
-                pages[page][offset] = self._number(chunk.seq, position)
+            for group in range(len(self.kv.layout.groups)):
+                pages, since = self._pages(chunk, group)
+                assert since <= chunk.start
+                for position in range(chunk.start, chunk.stop):
+                    page, offset = divmod(position, self.kv.pool.page_size)
+                    pages[page][offset] = self._number(chunk.seq, position)
         for chunk in chunks:
-            pages, _ = self._pages(chunk)
-            read = np.concatenate(pages)[: chunk.stop].tolist()
-            assert read == [self._number(chunk.seq, each) for each in range(chunk.stop)]
+            for group, kind in enumerate(self.kv.layout.groups):
+                pages, _ = self._pages(chunk, group)
+                first = 0 if kind.window is None else max(0, chunk.start + 1 - kind.window)
+                read = np.concatenate(pages)[first : chunk.stop].tolist()
+                assert read == [self._number(chunk.seq, each) for each in range(first, chunk.stop)]
         for chunk in chunks:
             if chunk.samples:
                 self.scheduler.collect(chunk, 7)
@@ -98,12 +108,13 @@ class World:
         self.most_running = max(self.most_running, len(chunks))
         check_invariants(self.kv, self.scheduler.tables.values())
 
-    def _pages(self, chunk):
-        """Its pages, wherever they are, and the tokens on the host and in all."""
-        on_host = [self.host[page] for page in chunk.host_pages]
-        in_pool = [self.device[page] for page in chunk.pages[len(on_host) :]]
-        size = self.kv.pool.page_size
-        return on_host + in_pool, (len(on_host) * size, len(chunk.pages) * size)
+    def _pages(self, chunk, group):
+        """Its pages of a KV group, wherever they are, and the tokens on the host."""
+        host_pages = chunk.host_pages[group] if chunk.host_pages else ()
+        on_host = [self.host[page] for page in host_pages]
+        pages = [chunk.pages, *(pages for pages, _ in chunk.others)][group]
+        in_pool = [self.device[page] for page in pages[len(on_host) :]]
+        return on_host + in_pool, len(on_host) * self.kv.pool.page_size
 
     @staticmethod
     def _number(seq, position):
@@ -128,12 +139,20 @@ jobs = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), jobs=jobs, page_size=st.integers(1, 5), chunk=st.integers(1, 12))
-def test_every_step_reads_what_was_written(policy, data, jobs, page_size, chunk):
-    least = KVLayout(page_size, (KVGroup(None),), chunk).chunk_pages
+@given(
+    data=st.data(),
+    jobs=jobs,
+    page_size=st.integers(1, 5),
+    chunk=st.integers(1, 12),
+    windows=st.sampled_from([(), (), (7,), (None,), (None, 3, 20)]),
+)
+def test_every_step_reads_what_was_written(policy, data, jobs, page_size, chunk, windows):
+    layout = layout_of(page_size, chunk, windows)
+    least = layout.num_full * layout.chunk_pages + layout.window_pages
     capacity = least + data.draw(st.integers(0, 8), "more pages")
     host_pages = data.draw(st.integers(0, 150 // page_size), "host pages")
-    world = World(page_size, chunk, capacity, host_pages, data.draw(st.integers(1, 3)), policy)
+    rows = data.draw(st.integers(1, 3))
+    world = World(page_size, chunk, capacity, host_pages, rows, policy, windows)
     waiting = sorted(enumerate(jobs), key=lambda job: job[1][3])
     while waiting or world.scheduler.has_work:
         if waiting:
@@ -201,7 +220,7 @@ def test_without_max_tokens_only_a_prompt_longer_than_the_pool_takes_the_host():
 
 def test_how_many_run_at_once():
     config = World(page_size=4, chunk=4, capacity=8, host_pages=30, rows=3).scheduler.config
-    rule = AdmissionRule.of(config, 8, KVLayout(4), HostKV(8, 3, 30))
+    rule = AdmissionRule.of(config, 8, KVLayout(4), HostKV(8, 3, 30, KVLayout(4)))
     assert [rule.num_at_once(1 + 4 * pages) for pages in (2, 8, 9, 18, 19, 33, 34)] == [
         *(3, 1),  # in the pool
         *(2, 2, 1, 1),  # beside it: 3 pages each in the pool, all others on the host
@@ -210,7 +229,7 @@ def test_how_many_run_at_once():
 
 
 def test_host_pages_are_freed_once():
-    pages = HostPages(HostKV(4, 2, 3))
+    pages = HostPages(HostKV(4, 2, 3, KVLayout(4)))
     taken = pages.allocate(2)
     assert (pages.num_used, pages.num_free) == (2, 1)
     with pytest.raises(PageError, match="2 host pages requested, 1 free"):

@@ -82,12 +82,12 @@ class Accuracy(Common):
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         with load(engine, None) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            layout, host = llm.plan().memory.layout, llm.plan().memory.host_kv
+            host = llm.plan().memory.host_kv
             lengths = [
                 min(len(output.prompt_token_ids) + self.max_tokens, llm.plan().config.max_model_len)
                 for output in outputs
             ]
-            long = sum(host.on_host(layout.pages_for(length)) > 0 for length in lengths)
+            long = sum(host.on_host(length) > 0 for length in lengths)
             answers = [tuple(output.outputs[0].token_ids) for output in outputs]
             read = ("values copied, of those attended to", 0.0)
             if (counts := llm.engine.counters.recall_counts) is not None:

@@ -16,12 +16,11 @@ from jaxserve.core.process.tables import table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jaxserve.core.model_config import ModelConfig
     from jaxserve.core.settings.chat_settings import ChatSettings
-    from jaxserve.core.settings.config import EngineConfig
     from jaxserve.llm import LLM
     from jaxserve.offline.job import BatchJob
     from jaxserve.offline.offload_policy import Lengths, OffloadPolicy, Problem
+    from jaxserve.runtime.startup.engine_plan import EnginePlan
 
 _LINES = 64
 """Lines of the job whose lengths count."""
@@ -96,16 +95,33 @@ def choose(
                 "them out."
             )
     rows = _sizes(min(_MAX_ROWS, engine.max_num_seqs or _MAX_ROWS))
-    probe = dataclasses.replace(engine, weights_on="disk", max_num_seqs=rows[-1])
-    with load(probe) as llm:
+    with load(_measured(engine, rows[-1])) as llm:
         plan = llm.plan()
-        kv_on_host = _may_keep_kv_on_host(plan.config, plan.shapes.model)
+        kv_on_host = _may_keep_kv_on_host(plan)
         problem = _problem(llm, job, names, chat, rows, kv_on_host)
     return fastest(engine, problem, kv_on_host)
 
 
+def _measured(engine: EngineOptions, max_num_seqs: int) -> EngineOptions:
+    """Settings of an engine whose decodes are of one token of each sequence, and whose prefills
+    fill their steps. Raises ConfigError for what excludes `weights_on`."""
+    on_disk = dataclasses.replace(engine, weights_on="disk", max_num_seqs=max_num_seqs)
+    return dataclasses.replace(
+        on_disk, speculative_config=None, scheduler="sarathi", target_step_us=None
+    )
+
+
 def _sizes(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
+
+
+def _block_sizes(engine: EngineOptions) -> list[int]:
+    """Numbers of steps to a read of the layers that the other settings allow."""
+    try:
+        dataclasses.replace(engine, weights_on="disk", steps_per_weight_read=_MAX_STEPS)
+    except ConfigError:
+        return [1]
+    return _sizes(_MAX_STEPS)
 
 
 def fastest(engine: EngineOptions, problem: Problem, kv_on_host: bool = True) -> ChosenOffload:
@@ -119,8 +135,9 @@ def fastest(engine: EngineOptions, problem: Problem, kv_on_host: bool = True) ->
     from jaxserve.runtime.startup import engine_plan
 
     never, rows = _never(engine, problem, kv_on_host), [*problem.rates.decode_s]
+    steps = _block_sizes(engine)
     while True:
-        chosen = carried_out(engine, problem, problem.best(rows, _sizes(_MAX_STEPS), never))
+        chosen = carried_out(engine, problem, problem.best(rows, steps, never))
         memory = engine_plan.decide(chosen.engine).memory
         if memory.fits:
             return chosen
@@ -165,7 +182,7 @@ def _problem(
     host_kv = None
     if not memory.host_is_device and kv_on_host:
         sizes = shapes.layouts, shapes.kv, 1, plan.device
-        host_kv = HostKVShapes(config, shapes.local_model, *sizes).attention.seconds
+        host_kv = HostKVShapes(config, shapes.model, *sizes).attention.seconds
     return Problem(
         ModelBytes(
             layers=len(placement.layer_bytes),
@@ -204,13 +221,15 @@ def _lengths(llm: LLM, job: BatchJob, names: tuple[str, ...], chat: ChatSettings
     return Lengths.of(sum(prompt for prompt, _ in some), [output for _, output in some])
 
 
-def _may_keep_kv_on_host(config: EngineConfig, model: ModelConfig) -> bool:
-    """Whether KV of this model may be on the host, and its time there can be measured."""
+def _may_keep_kv_on_host(plan: EnginePlan) -> bool:
+    """Whether KV of this model may be on the host, whatever the number of steps in a block, and its
+    time there can be measured."""
     from jaxserve.runtime.hardware.host_cpu import host_device
     from jaxserve.runtime.startup.engine_plan import check_host_kv
 
     try:
-        check_host_kv(dataclasses.replace(config, kv_on="host"), model)
+        config = dataclasses.replace(plan.config, kv_on="host", steps_per_weight_read=_MAX_STEPS)
+        check_host_kv(config, plan.shapes.model, plan.shapes.kv_layout)
     except ConfigError:
         return False
     return host_device() is not None

@@ -186,7 +186,8 @@ def capacity(decided: EnginePlan) -> str:
     if memory.host_kv is not None:
         rows.append(
             (
-                f"most of one request, {memory.host_kv.resident_pages:,} pages of it in the pool",
+                f"most of one request, {memory.host_kv.resident(memory.longest_tokens):,} pages of "
+                "it in the pool",
                 f"{memory.longest_tokens:,}",
             )
         )
@@ -217,7 +218,7 @@ _RATES = {
 def _host_reads(decided: EnginePlan) -> list[tuple[str, str]]:
     """What steps copy to attend to pages on the host, and the rates that this was chosen by."""
     config, memory, host = decided.config, decided.memory, decided.shapes.host_kv
-    pages = memory.host_kv.on_host(memory.layout.pages_for(config.max_model_len))
+    pages = memory.host_kv.on_host(config.max_model_len) // memory.layout.num_full
     after = f"a decode after {config.max_model_len:,} tokens"
     decode = next(key for key in decided.shapes.layouts if not key.prefill_tokens)
     rows = [("to attend to pages on the host, steps", f"{host}")]

@@ -57,7 +57,7 @@ class _Measuring:
 
     def phase(self, rows: int, prompt_tokens: int) -> _Phase:
         """Random prompts, so that none is cached, and a few decodes of all of them."""
-        num_steps, padded = prefill_steps(rows * prompt_tokens, self._sizes)
+        num_steps, padded = prefill_steps(rows, prompt_tokens, rows, self._sizes)
         max_tokens = 1 + num_steps + MAX_DECODES
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         for _ in range(rows):

@@ -104,6 +104,11 @@ EXCLUSIONS = (
         ("batch_invariant",),
         "parts of the attention are merged in an order that depends on the context",
     ),
+    Exclusion(
+        "kv_on",
+        ("sequence_parallel", "dual_batch_overlap"),
+        "between the parts of a layer all devices have all tokens",
+    ),
     Exclusion("kv_on", ("disk_kv_dir",), "there are no pages on disk"),
     Exclusion(
         "kv_on",
@@ -112,9 +117,15 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "kv_on",
-        ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"),
-        "it is for one device",
-        "let the pools of more devices hold the KV",
+        ("pipeline_parallel_size", "context_parallel_size"),
+        "steps would wait for the host at each stage, or on each part of a page",
+        "use tensor_parallel_size",
+    ),
+    Exclusion(
+        "compressed keys",
+        ("tensor_parallel_size",),
+        "a basis is of all heads",
+        "set kv_compression to 'sparf'",
     ),
     Exclusion(
         "kv_compression",
@@ -248,6 +259,8 @@ def _named(settings: Mapping[str, Any], name: str) -> str:
         return f"speculative_config has {name}"
     if name == "speculative_config":
         return f"{name} is given"
+    if name == "compressed keys":
+        return "kv_compression is 'shadow'"
     value = settings[name]
     if name == "acceptance":
         return f"{name} of speculative_config is {value!r}"

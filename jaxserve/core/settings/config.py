@@ -360,6 +360,7 @@ class EngineConfig:
             "layer_skip": speculative is not None and speculative.method == "layer_skip",
             "layers that draft": speculative is not None and speculative.has_layers,
             "chosen number of drafts": len(self.draft_lengths) > 2,
+            "compressed keys": self.kv_compression == "shadow",
             "trees of drafts": speculative is not None and bool(speculative.tree_depth),
         }
 

@@ -18,9 +18,9 @@ class ScheduledChunk(NamedTuple):
     host. `slot` is a copy: by the time the step's tokens are read, the sequence may have lost it.
     `pages` are the sequence's pages in order, of which the device's page table already has the
     first `num_uploaded`; they may change after the next call of `Scheduler.schedule`. `others` are
-    the same two of the other KV groups. `host_pages` have the KV of its first pages, where it is
-    longer than the pool; these are no longer in the pool. `seq` may be None where only the time of
-    a step matters.
+    the same two of the other KV groups. `host_pages` have the KV of its first pages in each group,
+    where it is longer than the pool; these are no longer in the pool. `seq` may be None where only
+    the time of a step matters.
     """
 
     seq: Sequence | None
@@ -39,7 +39,7 @@ class ScheduledChunk(NamedTuple):
     num_lookahead_tokens: int = 0
     """KV entries beyond its tokens that it may write, for these drafts and those in flight."""
     others: tuple[tuple[SequenceOf[int], int], ...] = ()
-    host_pages: SequenceOf[int] = ()
+    host_pages: SequenceOf[SequenceOf[int]] = ()
 
     @property
     def stop(self) -> int:

@@ -25,13 +25,17 @@ class HostSeconds(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class HostReads:
     """What steps copy to attend to pages on the host. Of `num_layers` layers, each with `heads`
-    query heads of `head_dim` features of `itemsize` bytes, and `token_bytes` of KV of a token."""
+    query heads of `head_dim` features of `itemsize` bytes, whose results have `value_dim`, and
+    `token_bytes` of KV of a token; each of as many devices as `links` copies its own heads' part.
+    """
 
     num_layers: int
     heads: int
     head_dim: int
+    value_dim: int
     itemsize: int
     token_bytes: int
+    links: int = 1
 
     def page_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens on the host."""
@@ -46,20 +50,21 @@ class HostReads:
         return self.num_layers * tokens * self.heads * self.head_dim * self.itemsize
 
     def _results(self, tokens: int) -> int:
-        return self.num_layers * tokens * self.heads * (self.head_dim + 1) * 4
+        return self.num_layers * tokens * self.heads * (self.value_dim + 1) * 4
 
     def seconds(
         self, rates: HostRates, by_queries: bool, decodes: int, chunk: int, host_tokens: int
     ) -> HostSeconds:
         """Of a step of some decodes and a chunk of prefill tokens, each after as many tokens on the
         host. The device's own attention takes none: it is faster than any link."""
+        to_device, to_host = self.links * rates.to_device, self.links * rates.to_host
         if not by_queries:
             rows = decodes + (chunk > 0)
-            return HostSeconds(self.page_bytes(rows * host_tokens) / rates.to_device, 0.0, 0.0)
+            return HostSeconds(self.page_bytes(rows * host_tokens) / to_device, 0.0, 0.0)
         tokens = decodes + chunk
         return HostSeconds(
-            self._results(tokens) / rates.to_device,
-            self._queries(tokens) / rates.to_host,
+            self._results(tokens) / to_device,
+            self._queries(tokens) / to_host,
             self.page_bytes(host_tokens) * (decodes / rates.decode + chunk / rates.chunk),
         )
 

@@ -99,7 +99,7 @@ class MemoryPlan:
         whatever max_model_len is."""
         if self.host_kv is None:
             return self.kv_tokens
-        return self.host_kv.longest * self.page_size
+        return self.host_kv.longest()
 
     @property
     def kv_window_bytes(self) -> int:
@@ -200,14 +200,16 @@ class MemoryPlan:
 def host_kv(
     layout: KVLayout, num_pages: int, host_pages: int, resident_tokens: int | None = None
 ) -> HostKV:
-    """What sequences longer than a pool of `num_pages` may take: a third of the pool each, so that
-    others run beside one, but at least the pages of a step's tokens. With `resident_tokens`, what
-    sequences may take that are longer than that."""
+    """What sequences longer than a pool of `num_pages` may take: a third of the pool each, beside
+    their windows, so that others run beside one, but at least the pages of a step's tokens. With
+    `resident_tokens`, what sequences may take that are longer than that."""
     capacity = num_pages - 1
     if resident_tokens is not None:
-        resident = max(layout.chunk_pages, layout.pages_for(resident_tokens))
-        return HostKV(min(capacity, resident), resident, host_pages)
-    return HostKV(capacity, max(layout.chunk_pages, capacity // 3), host_pages)
+        resident = max(layout.chunk_pages, cdiv(resident_tokens, layout.page_size))
+        within = layout.pages_for(resident * layout.page_size)
+        return HostKV(min(capacity, within), resident, host_pages, layout)
+    third = (capacity - layout.window_pages) // (3 * layout.num_full)
+    return HostKV(capacity, max(layout.chunk_pages, third), host_pages, layout)
 
 
 def group_pages(host_kv: HostKV) -> int:
@@ -241,7 +243,10 @@ def plan_memory(
     page_bytes = whole_page_bytes // num_devices
     on_host = config.kv_on == "host"
     pages_of_longest = layout.pages_for(config.max_model_len)
-    pages_of_one = min(pages_of_longest, layout.chunk_pages) if on_host else pages_of_longest
+    pages_of_one = pages_of_longest
+    if on_host:
+        resident = layout.num_full * layout.chunk_pages + layout.window_pages
+        pages_of_one = min(pages_of_longest, resident)
     limit = usable_memory(device, config.memory_utilization)
     on_cpu = device.platform == "cpu"
     if on_cpu:  # All devices of a host share its memory.
@@ -294,14 +299,14 @@ def plan_memory(
             plan = dataclasses.replace(plan, pool_limit_bytes=_CPU_KV_BYTES // num_devices)
         of_each = pages_of_longest
         if plan.host_kv is not None and config.resident_kv_tokens is not None:
-            of_each = min(of_each, plan.host_kv.resident_pages)
+            of_each = plan.host_kv.in_pool(config.max_model_len)
         most = config.max_num_seqs * of_each
         if config.max_num_seqs > 1:  # One alone is admitted to any pool that holds it.
             most = capacity_beside_watermark(most)
         num_pages = min(most + 1, max(plan.room_bytes // page_bytes, pages_of_one + 1))
     plan = dataclasses.replace(plan, num_pages=num_pages)
     if on_host:
-        plan = _with_host_kv(plan, config, pages_of_longest)
+        plan = _with_host_kv(plan, config)
     elif config.host_kv_bytes is None:
         plan = dataclasses.replace(plan, host_pages=min(host_pages, num_pages))
     if config.preemption == "swap" and not plan.host_pages and not plan.disk_pages:
@@ -317,22 +322,23 @@ def plan_memory(
     return plan
 
 
-def _with_host_kv(plan: MemoryPlan, config: EngineConfig, pages_of_longest: int) -> MemoryPlan:
+def _with_host_kv(plan: MemoryPlan, config: EngineConfig) -> MemoryPlan:
     """The plan with no more host pages than one sequence needs, or with `resident_kv_tokens` all of
     them, unless there is a budget. Raises MemoryPlanError for a pool that cannot hold a step's
     tokens of one sequence."""
-    least, host, capacity = plan.layout.chunk_pages, plan.host_kv, plan.num_pages - 1
-    if config.resident_kv_tokens is not None:
-        least = host.resident_pages
-    if capacity < min(least, pages_of_longest):
+    host, capacity, windows = plan.host_kv, plan.num_pages - 1, ""
+    least = host.in_pool(config.max_model_len)
+    if capacity < least:
+        if plan.layout.windowed:
+            windows = ", with those of its windows"
         raise MemoryPlanError(
             f"kv_on is 'host', and the pool has {capacity} pages, but a step's "
-            f"{plan.layout.max_chunk} tokens of one sequence may lie on {least}; set "
+            f"{plan.layout.max_chunk} tokens of one sequence may lie on {least}{windows}; set "
             f"kv_cache_memory_bytes to at least {(least + 1) * plan.page_bytes}, or "
             "max_num_batched_tokens to less."
         )
     if config.host_kv_bytes is None:
-        needed = host.on_host(pages_of_longest)
+        needed = host.on_host(config.max_model_len)
         needed *= 1 if config.resident_kv_tokens is None else config.max_num_seqs
         plan = dataclasses.replace(plan, host_pages=min(plan.host_pages, needed))
     return plan

@@ -27,7 +27,7 @@ class SparFSizes:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, itemsize: int) -> Self:
-        """Of a resolved `config`, and the part of the model that one device has."""
+        """Of a resolved `config`, and a partitioned model, whose heads the host has all of."""
         pages = cdiv(config.max_model_len, config.page_size)
         return cls(
             num_layers=model.num_layers,

@@ -13,6 +13,7 @@ from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import ConfigError, MemoryPlanError
 from jaxserve.core.model_config import ModelConfig
 from jaxserve.core.settings.config import EngineConfig
+from jaxserve.kv.layout import KVLayout
 from jaxserve.kv.offload.stores import DiskStore
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.drafters.medusa import MedusaCheckpoint
@@ -236,7 +237,7 @@ def decide_on(
         medusa=medusa,
         lora=partitioned_adapters(config, checkpoint.config, mesh) if config.enable_lora else None,
     )
-    check_host_kv(config, checkpoint.config)
+    check_host_kv(config, checkpoint.config, shapes.kv_layout)
     memory = plan_memory(
         config,
         model,
@@ -274,15 +275,27 @@ def _check_quantizes(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def check_host_kv(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for KV on the host of a model that does not have it yet."""
+def check_host_kv(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> None:
+    """Raises ConfigError for KV on the host that a model, with these KV groups, has no use for, or
+    that it cannot have together with other settings."""
     windowed = any(spec.window and spec.window < config.max_model_len for spec in model.kv_specs)
-    if config.kv_on == "host" and (model.mla or windowed):
+    if config.kv_compression != "none" and (model.mla or windowed):
         which = "keeps latents" if model.mla else "has layers with a sliding window"
         raise ConfigError(
-            f"kv_on is 'host', but {model.architecture} {which}; it is for models all of whose "
-            "layers attend to the whole context. Leave kv_on out; context_parallel_size divides "
-            "the KV of a sequence over the pools of several devices."
+            f"kv_compression is {config.kv_compression!r}, but {model.architecture} {which}, and "
+            "it is for keys and values of the whole context; leave kv_compression out."
+        )
+    if config.kv_on == "host" and not layout.num_full:
+        raise ConfigError(
+            f"kv_on is 'host', but all layers of {model.architecture} have a sliding window, whose "
+            f"KV before it is given back: no sequence holds more than {layout.window_pages} pages. "
+            "Leave kv_on out."
+        )
+    if config.steps_per_weight_read > 1 and config.kv_on == "host" and layout.windowed:
+        raise ConfigError(
+            f"steps_per_weight_read is {config.steps_per_weight_read} and kv_on 'host', but "
+            f"{model.architecture} has layers with a sliding window, whose pages are freed before "
+            "all steps of a block have run; set steps_per_weight_read to 1, or leave kv_on out."
         )
     for name, value in (("host_attention", "enabled"), ("kv_compression", "sparf")):
         if getattr(config, name) == value and host_device() is None:

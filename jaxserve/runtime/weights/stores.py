@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from jaxserve.models.loading.assemble import aligned_empty
 from jaxserve.runtime.weights.layer_layout import LayerLayout
 
 _PAGE = 4096
+_UNFINISHED = ".unfinished"
+"""Ends the names of files that are being written."""
 
 
 class LayerStore(Protocol):
@@ -103,8 +107,10 @@ class LayerFile:
             return False
 
     def check_room(self) -> None:
-        """Raises ConfigError when the file is missing, and the disk has no room for it."""
+        """Raises ConfigError when the file is missing, and the disk has no room for it, not even
+        once what killed processes have left unfinished is deleted."""
         if not self.complete:
+            _delete_abandoned(self.path.parent)
             check_room(self.num_bytes)
 
     def write(self, layers: Iterable[Params]) -> None:
@@ -112,16 +118,14 @@ class LayerFile:
         Raises WeightsError when it cannot be written."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.path.parent) as directory:
-                temporary = Path(directory) / self.path.name
-                with temporary.open("wb") as file:
-                    for layout, params in zip(self._layouts, layers, strict=True):
-                        buffer = np.zeros(layout.num_bytes + -layout.num_bytes % _PAGE, np.uint8)
-                        layout.pack(params, buffer)
-                        file.write(buffer)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self.path)
+            with _unfinished(self.path) as (name, file):
+                for layout, params in zip(self._layouts, layers, strict=True):
+                    buffer = np.zeros(layout.num_bytes + -layout.num_bytes % _PAGE, np.uint8)
+                    layout.pack(params, buffer)
+                    file.write(buffer)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(name, self.path)
         except OSError as error:
             raise WeightsError(
                 f"weights_on is 'disk', but {self.path} cannot be written ({error.strerror}); set "
@@ -131,6 +135,32 @@ class LayerFile:
     def open(self, num_slots: int) -> FileStore:
         """The layers of the file, with buffers for `num_slots` of them."""
         return FileStore(self.path, self._layouts, self._offsets, num_slots)
+
+
+@contextlib.contextmanager
+def _unfinished(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new file beside `path`, to be renamed to it; deleted at the end where it was not. It is
+    locked until then, and a process that is killed has no locks."""
+    while True:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=_UNFINISHED)
+        with contextlib.suppress(OSError):  # Without locks it may stay.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            break
+        os.close(descriptor)  # Another process has deleted it before it was locked.
+    with open(descriptor, "wb") as file:
+        try:
+            yield Path(name), file
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+
+def _delete_abandoned(directory: Path) -> None:
+    """Deletes unfinished files whose process was killed."""
+    for path in directory.glob("*" + _UNFINISHED):
+        with contextlib.suppress(OSError), path.open("r+b") as file:  # Another is writing it.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 class FileStore:

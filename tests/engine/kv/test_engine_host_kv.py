@@ -8,17 +8,28 @@ import dataclasses
 import numpy as np
 import oracle
 import pytest
+from exhaustive import combination
 from family_members import tensors
 from lora_adapters import merged, write_adapter
 from tiny_checkpoints import CONFIG, hf_shapes, write_hf
-from tiny_engines import EOS, MIN_MARGIN, QUANTIZED_MARGIN, TinyModel, assert_idle, generate
+from tiny_engines import (
+    CONTEXT,
+    EOS,
+    MIN_MARGIN,
+    PAGE_SIZE,
+    QUANTIZED_MARGIN,
+    TinyModel,
+    assert_idle,
+    generate,
+)
 
-from jaxserve import LoRARequest
+from jaxserve import LLM, LoRARequest
 from jaxserve.cli.planning.plan_tables import capacity
 from jaxserve.cluster.replicas.replica import Replica, _pages_beside_copies
 from jaxserve.core.errors import ConfigError, MemoryPlanError, PromptTooLongError
 from jaxserve.core.requests.sampling_params import SamplingParams
 from jaxserve.core.settings.config import EngineConfig
+from jaxserve.runtime.programs.host_kv.store import HostKVStore
 from jaxserve.runtime.startup import engine_plan
 
 PAGE = 16
@@ -203,7 +214,7 @@ def test_a_snapshot_and_a_sleep(model, llm, tmp_path):
 
 
 def test_bfloat16_rounds_no_more_than_elsewhere(model):
-    """Parts of an attention are rounded as a whole one is, and merged in float32."""
+    """Parts of an attention are merged in float32."""
     few = {"dtype": "bfloat16", "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
     with load(model, **few) as llm:
         assert errors_of_logprobs(model, llm).mean() < 0.1
@@ -224,6 +235,34 @@ def test_quantized_pages_adapters_and_streamed_weights(model, tmp_path):
             prompt_of(100), GREEDY, use_tqdm=False, lora_request=LoRARequest("a", path)
         )
         check(adapted, output)
+        check_books(llm)
+
+
+@pytest.mark.parametrize(
+    ("member", "way"),
+    [
+        ("deepseek_v3", "enabled"),
+        ("gemma2", "disabled"),
+        combination("deepseek_v3", "disabled"),
+        combination("gemma2", "enabled"),
+        combination("gemma3", "enabled"),
+        combination("gpt_oss", "enabled"),
+    ],
+)
+def test_latents_and_layers_with_a_window(tmp_path, member, way):
+    """Those with a window have all that they need in the pool."""
+    model = TinyModel.write_member(tmp_path, member)
+    settings = model.settings(max_num_seqs=1, max_num_batched_tokens=1 + 16)
+    settings |= {"kv_on": "host", "host_attention": way, "debug_kv": True}
+    memory = engine_plan.decide(EngineConfig(model.path, **settings)).memory
+    layout = memory.layout
+    pool = layout.num_full * layout.chunk_pages + layout.window_pages
+    settings["kv_cache_memory_bytes"] = (1 + pool) * memory.page_bytes
+    settings["host_kv_bytes"] = CONTEXT // PAGE_SIZE * layout.num_full * memory.page_bytes
+    with LLM(model.path, **settings) as llm:
+        (output,) = (generate(llm, model.prompts[-1], GREEDY),)
+        assert llm.engine.kv.host_limits.on_host(len(model.prompts[-1])) > 0
+        model.check_greedy(output)
         check_books(llm)
 
 
@@ -290,6 +329,13 @@ def test_a_pool_gives_up_pages_for_copies_but_none_of_the_longest_request(
     assert _pages_beside_copies(dataclasses.replace(planned, memory=tight)) == expected
 
 
+def test_a_host_that_gives_no_memory_is_refused(model):
+    planned = engine_plan.plan_engine(EngineConfig(model.path, **settings_of(model)))
+    endless = dataclasses.replace(planned.shapes, num_host_pages=1 << 50)
+    with pytest.raises(ConfigError, match=r"host has no memory for .*; set host_kv_bytes to"):
+        HostKVStore(endless)
+
+
 def test_a_pool_without_room_for_a_steps_tokens_is_refused(model):
     settings = settings_of(model, pool=3, max_num_batched_tokens=2 + 48)
     with pytest.raises(MemoryPlanError, match=r"48 tokens of one sequence may lie on 4; set kv_ca"):
@@ -301,7 +347,7 @@ def test_a_pool_without_room_for_a_steps_tokens_is_refused(model):
     [
         {"program_scope": "step"},
         {"batch_invariant": True},
-        {"tensor_parallel_size": 2},
+        {"sequence_parallel": True, "tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"context_parallel_size": 2},
         {"preemption": "swap"},
@@ -314,10 +360,14 @@ def test_what_it_does_not_combine_with_is_refused_by_name(refused):
         EngineConfig(kv_on="host", **refused)
 
 
-@pytest.mark.parametrize(
-    ("member", "why"), [("gemma2", "a sliding window"), ("deepseek_v3", "keeps latents")]
-)
-def test_models_without_full_attention_are_refused(tmp_path, member, why):
-    path = TinyModel.write_member(tmp_path, member).path
-    with pytest.raises(ConfigError, match=rf"kv_on is 'host', but .*{why}.*context_parallel_size"):
-        engine_plan.plan_engine(EngineConfig(path, kv_on="host"))
+def test_windows_are_refused_where_they_are_all_there_is_or_in_blocks(tmp_path):
+    small = {"kv_on": "host", "page_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 1 + 16}
+    path = TinyModel.write_member(tmp_path / "all", "mistral").path
+    with pytest.raises(ConfigError, match=r"kv_on is 'host', but all layers of Mistral\w+ have a"):
+        engine_plan.plan_engine(EngineConfig(path, **small))
+    path = TinyModel.write_member(tmp_path / "some", "gemma2").path
+    in_blocks = {"weights_on": "disk", "steps_per_weight_read": 2}
+    with pytest.raises(ConfigError, match=r"steps_per_weight_read is 2 and kv_on 'host', but Gemm"):
+        engine_plan.plan_engine(EngineConfig(path, **small | in_blocks | {"max_num_seqs": 2}))
+    with pytest.raises(ConfigError, match="kv_compression is 'sparf', but Gemma2"):
+        engine_plan.plan_engine(EngineConfig(path, kv_compression="sparf", **small))

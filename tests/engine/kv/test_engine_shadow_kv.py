@@ -128,7 +128,7 @@ def test_a_needle_in_an_outlier_is_found(small, seed):
         store.write(layer, pages, jnp.asarray(payload, jnp.float32))
     key = next(key for key in shapes.layouts if key.rows and not key.prefill_tokens)
     shadow.begin_step(key, FrozenPlan(prefills=[Prefill(96, 0, [1], True, 0)]))
-    step = FrozenPlan(stops=[97], slots=[0], counts=[1], adapters=[0], host_pages=[pages])
+    step = FrozenPlan(stops=[97], slots=[0], counts=[1], adapters=[0], host_pages=[(pages,)])
     decodes = shadow.begin_step(key, step)
     shape = shadow._choose.partial(key).q.shape
     q = np.zeros(shape, np.float32)

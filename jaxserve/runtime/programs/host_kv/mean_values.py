@@ -38,7 +38,7 @@ class MeanValues:
             self._summed.pop(prefill.slot, None)
         sizes = self._sizes
         means = np.zeros((sizes.num_layers, rows, sizes.kv_heads, sizes.head_dim), np.float32)
-        for row, (slot, pages) in enumerate(zip(step.slots, step.host_pages)):
+        for row, (slot, pages) in enumerate(zip(step.slots, step.pages_on_host(0))):
             if pages:
                 tokens = len(pages) * self._page_size
                 means[:, row] = self._sums(slot, pages) / tokens

@@ -17,6 +17,7 @@ from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.planning.memory import KV_WINDOW
 from jaxserve.runtime.programs.device_state import DeviceState
 from jaxserve.runtime.programs.forward.forward_programs import (
+    BY_RANK,
     Embed,
     Entered,
     FinalNorm,
@@ -27,11 +28,11 @@ from jaxserve.runtime.programs.host_kv import step as host_kv_step
 from jaxserve.runtime.programs.host_kv.mean_values import MeanValues
 from jaxserve.runtime.programs.host_kv.queries import AttendByQueries
 from jaxserve.runtime.programs.host_kv.shadow import Shadow
-from jaxserve.runtime.programs.host_kv.step import Partial
+from jaxserve.runtime.programs.host_kv.step import OF_HEADS, Partial
 from jaxserve.runtime.programs.host_kv.store import Group, HostKVStore, batch_on_host, groups_of
 from jaxserve.runtime.programs.layout.frozen_plan import FrozenPlan
 from jaxserve.runtime.programs.page_programs import GatherPages
-from jaxserve.runtime.programs.program_kind import PartKind, ProgramKind
+from jaxserve.runtime.programs.program_kind import PartKind, ProgramKind, partition_specs
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
 from pallas_kernels.paged_attention import RaggedBatch
 
@@ -41,10 +42,10 @@ class _Running(NamedTuple):
 
     entered: Entered
     step: FrozenPlan
-    groups: list[Group]
-    """Those that it copies."""
-    on_host: RaggedBatch | None
-    """Pages that it sends its queries to."""
+    groups: list[list[Group]]
+    """Those that it copies, by KV group."""
+    on_host: list[RaggedBatch | None]
+    """Pages that it sends its queries to, by KV group."""
     means: np.ndarray | None
     """With SparF, the mean values of its decodes, by layer."""
     decodes: Any
@@ -57,6 +58,14 @@ class _Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.step}-{self.kind}"
+
+
+class _PoolKey(NamedTuple):
+    step: ProgramKey
+    window: int | None
+
+    def __str__(self) -> str:
+        return f"{self.step}" if self.window is None else f"{self.step}-window-{self.window}"
 
 
 class ForwardWithHostKV(LayerByLayer):
@@ -116,10 +125,11 @@ class ForwardWithHostKV(LayerByLayer):
         running = [self._running(step) for step in block]
         window = collections.deque[jax.Array]()
         activations = [step.x for step in block]
+        places = self._shapes.kv_layout.places
         for layer, kind in enumerate(self._shapes.local_model.layer_kinds):
             (params,) = state.take_layers(slice(layer, layer + 1), activations[-1])
             for number, step in enumerate(running):
-                self._copy_to_host(state, layer, block[number].to_host)
+                self._copy_to_host(state, places[layer].array, block[number].to_host)
                 x = activations[number]
                 activations[number] = self._layer(state, step, layer, kind, params, x, window)
         state.weights.end_step(activations[-1])
@@ -132,8 +142,10 @@ class ForwardWithHostKV(LayerByLayer):
         (step,) = entered.steps
         layout = self._shapes.layouts[entered.key]
         host, size = self._shapes.host_kv, self._shapes.host_group_pages
-        groups = [*groups_of(layout, step, size, host.rows_to_device(entered.key))]
-        on_host = batch_on_host(layout, step, host.rows_to_host(entered.key))
+        to_device, to_host = host.rows_to_device(entered.key), host.rows_to_host(entered.key)
+        kv_groups = range(self._shapes.kv_layout.num_full)
+        groups = [[*groups_of(layout, step, group, size, to_device)] for group in kv_groups]
+        on_host = [batch_on_host(layout, step, group, to_host) for group in kv_groups]
         decodes = means = None
         if self.shadow is not None:
             decodes = self.shadow.begin_step(entered.key, step)
@@ -154,37 +166,41 @@ class ForwardWithHostKV(LayerByLayer):
         """A layer of one step. Its attention to the pool is dispatched before that on the host, so
         that both go on at once, and are merged at the end."""
         entered, step, groups, on_host, means, decodes = running
-        (slot_mapping,) = entered.slot_mappings
+        kv_group, array = self._shapes.kv_layout.places[layer]
+        slot_mapping = entered.slot_mappings[kv_group]
         own = _Key(entered.key, kind)
-        q = self._enter(state, own, layer, params, x, entered.shared, slot_mapping)
+        q = self._enter(state, own, array, params, x, entered.shared, slot_mapping)
+        in_pool = _PoolKey(own.step, self._shapes.kv_layout.groups[kv_group].window)
         seen = slot_mapping.batch, entered.shared.since
-        partial = Partial(q, *self._pool.call(own.step, state.kv[layer], q, *seen))
-        for group in groups:
+        partial = Partial(q, *self._pool.call(in_pool, state.kv[array], q, *seen))
+        if in_pool.window is not None:
+            return self._leave.call(own, params, x, entered.shared, partial)
+        for group in groups[kv_group]:
             if len(window) == KV_WINDOW:
                 window.popleft().block_until_ready()
-            staged = self.store.read(layer, group.pages)
+            staged = self.store.read(array, group.pages)
             partial = self._attend.call(own.step, partial, slot_mapping.batch, staged, group.tables)
             window.append(partial.lse)
             del staged
-        if on_host is not None:
+        if on_host[kv_group] is not None:
             of_layer = () if means is None else (means[layer],)
-            partial = self._by_queries(own.step, layer, partial, on_host, *of_layer)
+            partial = self._by_queries(own.step, array, partial, on_host[kv_group], *of_layer)
         if decodes is not None:
             partial = self.shadow.attend(own.step, layer, partial, step, decodes)
         return self._leave.call(own, params, x, entered.shared, partial)
 
     def to_host(self, state: DeviceState, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, given as (device, host), once the steps dispatched so far have run."""
-        for layer in range(len(state.kv)):
-            self._copy_to_host(state, layer, pairs)
+        for array in range(len(state.kv)):
+            self._copy_to_host(state, array, pairs)
 
     def _copy_to_host(
-        self, state: DeviceState, layer: int, pairs: Sequence[tuple[int, int]]
+        self, state: DeviceState, array: int, pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """Copies a layer of pages; waits for the device."""
+        """Copies one array of pages; waits for the device."""
         for first in range(0, len(pairs), TRANSFER_PAGES):
             device, host = zip(*pairs[first : first + TRANSFER_PAGES])
-            self.store.write(layer, host, self._gather([state.kv[layer]], device))
+            self.store.write(array, host, self._gather([state.kv[array]], device))
 
 
 class _PartOfLayer(PartKind[_Key]):
@@ -214,30 +230,33 @@ class _EnterLayer(_PartOfLayer):
         return self.shapes.family, self.shapes.local_model, key.kind
 
     def uploads(self, key: _Key) -> tuple[Any, ...]:
-        x, shared, (slot_mapping,), _ = self.first.results(key.step)
+        x, shared, (slot_mapping, *_), _ = self.first.results(key.step)
         return x, shared, slot_mapping
 
     def of_state(self, key: _Key) -> tuple[Any, ...]:
         return *super().of_state(key), self.shapes.kv.abstract[0]
+
+    def output_specs(self, key: _Key) -> Any:
+        return partition_specs(self.shapes.kv.abstract[0]), OF_HEADS
 
     def queries(self, step: ProgramKey) -> jax.ShapeDtypeStruct:
         """The shape of the queries of such a step."""
         if step not in self._queries:
             key = next(key for key in self.keys() if key.step == step)
             _, q = self.spec(key).results()
-            self._queries[step] = placed(q, self.shapes.arrays.sharding())
+            self._queries[step] = placed(q, self.shapes.arrays.sharding(*OF_HEADS))
         return self._queries[step]
 
     def __call__(
-        self, state: DeviceState, key: _Key, layer: int, params: Any, *uploads: Any
+        self, state: DeviceState, key: _Key, array: int, params: Any, *uploads: Any
     ) -> jax.Array:
-        """The layer's queries; replaces its pages."""
-        pages, q = self.call(key, params, state.kv[layer], *uploads)
-        state.kv[layer] = pages
+        """The layer's queries; replaces the array of its pages."""
+        pages, q = self.call(key, params, state.kv[array], *uploads)
+        state.kv[array] = pages
         return q
 
 
-class _AttendInPool(PartKind[ProgramKey]):
+class _AttendInPool(PartKind[_PoolKey]):
     title = "attend-in-pool"
     pure = host_kv_step.attend_in_pool
 
@@ -246,24 +265,29 @@ class _AttendInPool(PartKind[ProgramKey]):
         self.enter = enter
         self._results: dict[ProgramKey, Partial] = {}
 
-    def keys(self) -> Iterable[ProgramKey]:
-        return self.shapes.layouts
+    def keys(self) -> Iterable[_PoolKey]:
+        windows = dict.fromkeys(group.window for group in self.shapes.kv_layout.groups)
+        return [_PoolKey(key, window) for key in self.shapes.layouts for window in windows]
 
-    def static(self, key: ProgramKey) -> tuple[Any, ...]:
-        return self.shapes.local_model, self.shapes.layouts[key]
+    def static(self, key: _PoolKey) -> tuple[Any, ...]:
+        return self.shapes.local_model, self.shapes.layouts[key.step], key.window
 
-    def of_state(self, key: ProgramKey) -> tuple[Any, ...]:
+    def of_state(self, key: _PoolKey) -> tuple[Any, ...]:
         return (self.shapes.kv.abstract[0],)
 
-    def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
-        _, shared, (slot_mapping,), _ = self.enter.first.results(key)
-        return self.enter.queries(key), slot_mapping.batch, shared.since
+    def output_specs(self, key: _PoolKey) -> Any:
+        return OF_HEADS, OF_HEADS
+
+    def uploads(self, key: _PoolKey) -> tuple[Any, ...]:
+        _, shared, (slot_mapping, *_), _ = self.enter.first.results(key.step)
+        return self.enter.queries(key.step), slot_mapping.batch, shared.since
 
     def partial(self, key: ProgramKey) -> Partial:
         """Shapes of the partial attention of such a step."""
         if key not in self._results:
-            place = self.shapes.arrays.sharding()
-            results = (placed(array, place) for array in self.spec(key).results())
+            place = self.shapes.arrays.sharding(*OF_HEADS)
+            spec = self.spec(_PoolKey(key, None))
+            results = (placed(array, place) for array in spec.results())
             self._results[key] = Partial(self.enter.queries(key), *results)
         return self._results[key]
 
@@ -284,9 +308,12 @@ class _AttendGroup(PartKind[ProgramKey]):
         pages = shapes.kv.pages_of(shapes.local_model, 1 + shapes.host_group_pages)
         return shapes.local_model, shapes.layouts[key], pages
 
+    def output_specs(self, key: ProgramKey) -> Any:
+        return OF_HEADS
+
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         shapes, size = self.shapes, self.shapes.host_group_pages
-        _, _, (slot_mapping,), _ = self._pool.enter.first.results(key)
+        _, _, (slot_mapping, *_), _ = self._pool.enter.first.results(key)
         tables = shapes.int32(shapes.layouts[key].rows, size + 1)
         return (
             self._pool.partial(key),
@@ -306,6 +333,9 @@ class _LeaveLayer(_PartOfLayer):
     def __init__(self, shapes: ProgramShapes, pool: _AttendInPool) -> None:
         super().__init__(shapes)
         self._pool = pool
+
+    def output_specs(self, key: _Key) -> Any:
+        return BY_RANK
 
     def static(self, key: _Key) -> tuple[Any, ...]:
         return self.shapes.family, self.shapes.local_model, key.kind

@@ -14,7 +14,7 @@ from jaxserve.core.steps.buckets import ProgramKey
 from jaxserve.runtime.hardware.arrays import placed
 from jaxserve.runtime.programs.compilation.executables import ProgramSpec
 from jaxserve.runtime.programs.host_kv import step as host_kv_step
-from jaxserve.runtime.programs.host_kv.step import Partial
+from jaxserve.runtime.programs.host_kv.step import OF_HEADS, Partial
 from jaxserve.runtime.programs.host_kv.store import HostKVStore
 from jaxserve.runtime.programs.program_kind import PartKind, ProgramKind
 from jaxserve.runtime.programs.shapes.program import ProgramShapes
@@ -33,7 +33,7 @@ class AttendByQueries:
         """`store()` has the host's pages."""
         self._attend = _AttendOnHost(shapes, partial)
         self._merge = _MergeFromHost(shapes, self._attend)
-        self._store, self._device = store, shapes.device
+        self._store, self._place = store, shapes.arrays.sharding(*OF_HEADS)
         self._host = shapes.host_kv.host
 
     @property
@@ -50,7 +50,7 @@ class AttendByQueries:
         q = jax.device_put(partial.q, self._host)
         results = self._attend.call(key, q, store.on_host(layer), batch, *means)
         store.copies.query_bytes += sum(array.nbytes for array in (q, *results))
-        return self._merge.call(key, partial, *jax.device_put(results, self._device))
+        return self._merge.call(key, partial, *jax.device_put(results, self._place))
 
 
 class _Kind(PartKind[ProgramKey]):
@@ -59,7 +59,7 @@ class _Kind(PartKind[ProgramKey]):
 
 
 class _AttendOnHost(_Kind):
-    """Runs on the host's CPU."""
+    """Runs on the host's CPU, for the heads of all devices."""
 
     title = "attend-on-host"
     pure = host_kv_step.attend_on_host
@@ -69,7 +69,7 @@ class _AttendOnHost(_Kind):
         self.partial = partial
 
     def static(self, key: ProgramKey) -> tuple[Any, ...]:
-        return self.shapes.local_model, self.shapes.layouts[key], self.shapes.sparf
+        return self.shapes.model, self.shapes.layouts[key], self.shapes.sparf
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
         layout, int32 = self.shapes.layouts[key], self.shapes.int32
@@ -84,7 +84,7 @@ class _AttendOnHost(_Kind):
 
     def spec(self, key: ProgramKey) -> ProgramSpec:
         host = self.shapes.host_kv.host
-        elsewhere = None if host == self.shapes.device else host
+        elsewhere = None if self.shapes.devices == [host] else host
         return dataclasses.replace(super().spec(key), elsewhere=elsewhere)
 
 
@@ -92,11 +92,14 @@ class _MergeFromHost(_Kind):
     title = "merge-from-host"
     pure = host_kv_step.merge_from_host
 
+    def output_specs(self, key: ProgramKey) -> Any:
+        return OF_HEADS
+
     def __init__(self, shapes: ProgramShapes, attend: _AttendOnHost) -> None:
         super().__init__(shapes)
         self._attend = attend
 
     def uploads(self, key: ProgramKey) -> tuple[Any, ...]:
-        place = self.shapes.arrays.sharding()
+        place = self.shapes.arrays.sharding(*OF_HEADS)
         results = self._attend.spec(key).results()
         return self._attend.partial(key), *(placed(array, place) for array in results)

@@ -92,7 +92,7 @@ class Shadow:
             np.full(shape, self._shapes.num_host_pages, np.int32),
             np.zeros(key.rows, np.int32),
         )
-        for row, (slot, pages) in enumerate(zip(step.slots, step.host_pages)):
+        for row, (slot, pages) in enumerate(zip(step.slots, step.pages_on_host(0))):
             if pages:
                 self._compress(slot, pages)
                 decodes.tables[row, : len(pages)] = pages

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.core.model_config import LayerKind, ModelConfig
 from jaxserve.models import lora, moe
@@ -33,11 +34,15 @@ from pallas_kernels.paged_attention import (
     write_kv,
 )
 from pallas_kernels.paged_attention.masks import causal, owners
+from sharding_rules import TENSOR
+
+OF_HEADS = P(None, TENSOR)
+"""Of each array of a Partial, and of queries: each device has its heads."""
 
 
 class Partial(NamedTuple):
-    """Attention of queries [tokens, heads, head_dim] over some of their context: out in their
-    shape, and lse [tokens, heads], both float32, so that merging rounds no further."""
+    """Attention of queries [tokens, heads, head_dim] over some of their context: out [tokens,
+    heads, value_dim] and lse [tokens, heads], both float32, so that merging rounds no further."""
 
     q: jax.Array
     out: jax.Array
@@ -62,7 +67,7 @@ def enter_layer(
         nonlocal pages, queries
         pages = write_kv(pages, k, v, slot_mapping.page_ids, slot_mapping.offsets)
         queries = q
-        return q
+        return q[..., : pages.value_dim]
 
     family.layer(_adapted(params, shared), config, kind, x, shared.of_family, attention)
     return pages, queries
@@ -71,19 +76,21 @@ def enter_layer(
 def attend_in_pool(
     config: ModelConfig,
     layout: StepLayout,
+    window: int | None,
     pages: Pages,
     q: jax.Array,
     batch: RaggedBatch,
     since: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of queries to the tokens of their rows from `since` on, int32 [tokens], whose KV is
-    in the pool: out and lse, as of a Partial."""
-    _, until = causal(batch, len(q), layout.key.decode_tokens, None, None)
+    """Attention of queries to the tokens of their rows whose KV is in the pool: out and lse, as of
+    a Partial. These are those of the window, or without one from `since` int32 [tokens] on."""
+    first, until = causal(batch, len(q), layout.key.decode_tokens, window, None)
+    since = jnp.minimum(since, until) if window is None else first
     out, lse = attend(
         q,
         pages,
         batch,
-        Visible(jnp.minimum(since, until), until),
+        Visible(since, until),
         num_decodes=layout.key.decode_tokens,
         scale=config.attention_scale,
         soft_cap=config.attention_soft_cap,

@@ -19,8 +19,8 @@ from pallas_kernels.paged_attention import Pages, RaggedBatch
 
 
 class HostKVStore:
-    """The host's pages, layer by layer, in host memory, in the layout of the pool: the host attends
-    to them where they are. All calls are between steps' programs."""
+    """The host's pages, layer by layer, in host memory, in the layout of a pool with the heads of
+    all devices: the host attends to them where they are. All calls are between steps' programs."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
         """Raises ConfigError when the host has no memory for them."""
@@ -35,12 +35,16 @@ class HostKVStore:
                 f"kv_on is 'host', but the host has no memory for {shapes.num_host_pages} pages of "
                 f"{shapes.kv.whole_page_bytes} bytes; set host_kv_bytes to less."
             ) from None
-        # The parts of a page's row in a staging array, as arrays [pages, elements].
+        # The parts of a page's row in a staging array, as arrays [pages, devices, elements].
+        self._devices = shapes.tensor
         self._parts = [
-            [array.reshape(len(array), -1).view(staged.dtype) for array in jax.tree.leaves(layer)]
+            [
+                array.reshape(len(array), self._devices, -1).view(staged.dtype)
+                for array in jax.tree.leaves(layer)
+            ]
             for layer in self._layers
         ]
-        self._ends = np.cumsum(elements_of_each([of_layer])).tolist()
+        self._ends = (np.cumsum(elements_of_each([of_layer])) // self._devices).tolist()
         self._dtype, self._place = staged.dtype, staged.sharding
         self._group = shapes.host_group_pages
         self._host = shapes.host_kv.host
@@ -50,8 +54,9 @@ class HostKVStore:
     def write(self, layer: int, pages: Sequence[int], staged: jax.Array) -> None:
         """Copies the first rows of gathered pages; waits for the device."""
         rows, start = np.asarray(staged)[: len(pages)], 0
+        rows = rows.reshape(len(pages), self._devices, -1)
         for part, end in zip(self._parts[layer], self._ends):
-            part[list(pages)] = rows[:, start:end]
+            part[list(pages)] = rows[..., start:end]
             start = end
 
     def page(self, layer: int, page: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,13 +65,13 @@ class HostKVStore:
         return of_layer.k[page], of_layer.v[page]
 
     def read(self, layer: int, pages: Sequence[int]) -> jax.Array:
-        """A group on the device, or on its way there, padded."""
-        group, start = np.zeros((self._group, self._ends[-1]), self._dtype), 0
+        """A group on the devices, or on its way there, padded."""
+        group, start = np.zeros((self._group, self._devices, self._ends[-1]), self._dtype), 0
         for part, end in zip(self._parts[layer], self._ends):
-            group[: len(pages), start:end] = part[list(pages)]
+            group[: len(pages), :, start:end] = part[list(pages)]
             start = end
         self.copies.page_bytes += group.nbytes
-        return jax.device_put(group, self._place)
+        return jax.device_put(group.reshape(self._group, -1), self._place)
 
     def on_host(self, layer: int) -> Pages:
         """All pages of a layer as arrays of the host's device, which are no copies: what is written
@@ -89,9 +94,11 @@ class Group(NamedTuple):
     tables: np.ndarray
 
 
-def groups_of(layout: StepLayout, step: FrozenPlan, size: int, rows: range) -> Iterator[Group]:
-    """The host pages of some rows of a step, in groups of `size`."""
-    on_host = layout.rows_on_host(step)
+def groups_of(
+    layout: StepLayout, step: FrozenPlan, kv_group: int, size: int, rows: range
+) -> Iterator[Group]:
+    """The host pages of some rows of a step, in groups of `size`; those of layers of a KV group."""
+    on_host = layout.rows_on_host(step, kv_group)
     owned = [(row, page) for row, pages in on_host if row in rows for page in pages]
     for first in range(0, len(owned), size):
         some = owned[first : first + size]
@@ -102,12 +109,14 @@ def groups_of(layout: StepLayout, step: FrozenPlan, size: int, rows: range) -> I
         yield Group([page for _, page in some], tables)
 
 
-def batch_on_host(layout: StepLayout, step: FrozenPlan, rows: range) -> RaggedBatch | None:
-    """The rows of a step, with the host pages of some of them, and their tokens as the context;
-    None if there are no such pages."""
+def batch_on_host(
+    layout: StepLayout, step: FrozenPlan, kv_group: int, rows: range
+) -> RaggedBatch | None:
+    """The rows of a step, with the host pages of some of them, those of layers of a KV group, and
+    their tokens as the context; None if there are no such pages."""
     tables = np.zeros((layout.rows, layout.max_pages), np.int32)
     context = np.zeros(layout.rows, np.int32)
-    for row, pages in layout.rows_on_host(step):
+    for row, pages in layout.rows_on_host(step, kv_group):
         if row in rows:
             tables[row, : len(pages)] = pages
             context[row] = len(pages) * layout.page_size

@@ -30,8 +30,8 @@ class FrozenPlan:
     entries to change, as (row, index, page); `tables` are rows with too many changes for that. The
     row of a slot is below those of all slots of the KV groups before. Both already count as
     uploaded, so the step must be dispatched. `host_pages` have the first pages of each decode, then
-    of each prefill, whose sequence is longer than the pool. `decode_groups` are decodes that
-    read their first pages together, as (first, decodes, tokens).
+    of each prefill, whose sequence is longer than the pool, for each KV group. `decode_groups` are
+    decodes that read their first pages together, as (first, decodes, tokens).
     """
 
     stops: SequenceOf[int] = ()
@@ -41,7 +41,7 @@ class FrozenPlan:
     prefills: SequenceOf[Prefill] = ()
     updates: SequenceOf[tuple[int, int, int]] = ()
     tables: SequenceOf[tuple[int, list[int]]] = ()
-    host_pages: SequenceOf[SequenceOf[int]] = ()
+    host_pages: SequenceOf[SequenceOf[SequenceOf[int]]] = ()
     decode_groups: SequenceOf[tuple[int, int, int]] = ()
 
     @classmethod
@@ -78,6 +78,10 @@ class FrozenPlan:
             [chunk.host_pages for chunk in (*plan.decodes, *plan.prefills)],
             [(first, count, pages * kv.page_size) for first, count, pages in plan.decode_groups],
         )
+
+    def pages_on_host(self, group: int) -> list[SequenceOf[int]]:
+        """`host_pages` of one KV group, none of sequences that are in the pool."""
+        return [groups[group] if groups else () for groups in self.host_pages]
 
 
 def _prefill(chunk: ScheduledChunk) -> Prefill:

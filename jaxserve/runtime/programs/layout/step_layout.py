@@ -207,10 +207,13 @@ class StepLayout:
         views = self._views(self.pack(step))
         return views["starts"], views["lengths"]
 
-    def rows_on_host(self, step: FrozenPlan) -> Iterator[tuple[int, SequenceOf[int]]]:
-        """The rows of `step` whose first pages are on the host, with these pages."""
+    def rows_on_host(
+        self, step: FrozenPlan, group: int = 0
+    ) -> Iterator[tuple[int, SequenceOf[int]]]:
+        """The rows of `step` whose first pages are on the host, with those of a KV group without a
+        window, of which all have as many."""
         num_decodes = len(step.slots)
-        for place, pages in enumerate(step.host_pages):
+        for place, pages in enumerate(step.pages_on_host(group)):
             if pages:
                 row = place if place < num_decodes else self.key.rows + place - num_decodes
                 yield row, pages

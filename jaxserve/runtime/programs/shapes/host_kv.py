@@ -22,8 +22,9 @@ from pallas_kernels.paged_attention import PageLayout
 
 @dataclasses.dataclass(frozen=True)
 class HostKVShapes:
-    """Of an engine with `kv_on` host: one resolved config, a `model`, the steps' `layouts`, and the
-    `kv` of the device's pool."""
+    """Of an engine with `kv_on` host: one resolved config, a partitioned `model`, the steps'
+    `layouts`, and the `kv` of the devices' pools, which are of the kind of `device`. The host has
+    the pages of all devices as one, with all heads."""
 
     config: EngineConfig
     model: ModelConfig
@@ -60,13 +61,15 @@ class HostKVShapes:
     @functools.cached_property
     def reads(self) -> HostReads:
         """Bytes that steps copy."""
-        model = self.model
+        model, groups = self.model, self.kv.layout.groups
         return HostReads(
-            num_layers=model.num_layers,
+            num_layers=sum(len(group.layers) for group in groups if group.window is None),
             heads=model.num_heads,
             head_dim=model.head_dim,
+            value_dim=model.value_dim,
             itemsize=self._dtype.itemsize,
             token_bytes=self.pages.page_bytes // self.config.page_size,
+            links=self.config.num_devices,
         )
 
     @functools.cached_property

@@ -256,7 +256,7 @@ class ProgramShapes:
         if self.config.kv_on != "host":
             return None
         sizes = self.kv, self.num_host_pages, self.device
-        return HostKVShapes(self.config, self.local_model, self.layouts, *sizes)
+        return HostKVShapes(self.config, self.model, self.layouts, *sizes)
 
     @functools.cached_property
     def shadow(self) -> ShadowSizes | None:
@@ -270,7 +270,7 @@ class ProgramShapes:
         """Sizes of sparse attention on the host; None without it."""
         if self.config.kv_compression != "sparf":
             return None
-        return SparFSizes.of(self.config, self.local_model, self.dtype.itemsize)
+        return SparFSizes.of(self.config, self.model, self.dtype.itemsize)
 
     @functools.cached_property
     def kv(self) -> KVShapes:
