@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxserve.core.arithmetic import cdiv
 from jaxserve.core.steps.plan import StepPlan
-from jaxserve.kv.offload.transfers import TRANSFER_PAGES
+from jaxserve.kv.layout import TRANSFER_PAGES
 
 
 @dataclasses.dataclass(frozen=True)
