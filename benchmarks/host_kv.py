@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, pool_pages: int, **changes: Any) -> Found:
         params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
         token_ids, prefill_s, decodes_s, num_bytes = timed(llm, prompt, params)
         memory = llm.plan().memory
-        on_host = memory.host_kv.on_host(pool_pages * TIMES) if memory.host_kv else 0
+        on_host = memory.host_kv.on_host(options.context) if memory.host_kv else 0
         decode_s = statistics.median(decodes_s)
         return Found(token_ids, pool_pages, on_host, num_bytes, prefill_s, decode_s)
 

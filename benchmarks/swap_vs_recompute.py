@@ -66,7 +66,7 @@ def preempt(llm: LLM, request: Request) -> float:
     for node in list(kv.tree):
         kv.forget(node)
     wanted = len(seq.output_token_ids) + seq.num_in_flight + 1
-    time.sleep(0.1)  # The step under way ends: it would delay all three by the same.
+    time.sleep(0.1)  # The step in flight ends: it would delay all three by the same.
     begin = time.perf_counter()
     engine.scheduler.preempt(seq)
     kv.evict(kv.pool.num_cached)

@@ -189,8 +189,7 @@ def without_jax(module: str) -> bool:
 @pytest.mark.parametrize("room", [room for room in rooms() if room.jax.startswith("`")])
 def test_modules_said_to_bring_in_jax_do(room):
     """Or else the table would excuse what needs no excuse."""
-    (path,) = room.paths
-    package = path.removesuffix("/").replace("/", ".")
+    package = room.paths[0].removesuffix("/").replace("/", ".")
     for name in re.findall(r"`(.+?)`", room.jax):
         if name in OF_EXTRAS and find_spec(OF_EXTRAS[name]) is None:
             continue

@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention import KVPages, PageLayout
 
 @dataclasses.dataclass(frozen=True)
 class PageMove:
-    """`moved` random pages of a pool of `num_pages`; the default geometry is Llama 3 8B's."""
+    """`moved` random pages of a pool of `num_pages`; the default shapes are Llama 3 8B's."""
 
     direction: Literal["gather", "scatter", "copy"]
     moved: int

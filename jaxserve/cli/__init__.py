@@ -45,7 +45,7 @@ Examples:
   jaxserve generate "Hi" --model ./my-model     a directory, a .gguf file, or org/name
   jaxserve serve                                an OpenAI-compatible server on localhost:8000
   jaxserve plan ./my-model                      memory use and maximum concurrency
-  jaxserve plan ./my-model --device h200        the same for a device that is not here
+  jaxserve plan ./my-model --device h200        the same for another device
   jaxserve bench offline                        throughput on this machine
 
 See `jaxserve COMMAND --help` for each command. `jaxserve --version` prints the version, and

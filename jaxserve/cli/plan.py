@@ -107,11 +107,12 @@ class Plan(Common):
                 programs = deviceless.compile_programs_for(described.spec, plan, progress)
             plan = plan.with_programs(programs)
         prompt, screen = turn_lengths(plan)
+        modelled = dataclasses.replace(described, profile=None)
         sessions = {
-            name: described.deployment.session(times, prompt, screen)
-            for name, times in (
-                ("measured (profile)", described.profile and described.times),
-                ("modelled (roofline)", described.modelled),
+            name: of.deployment.session(times, prompt, screen)
+            for name, of, times in (
+                ("measured (profile)", described, described.profile and described.times),
+                ("modelled (roofline)", modelled, described.modelled),
             )
             if times is not None
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,10 +85,9 @@ def measured_profile(
     programs, held_out = fitted(samples)
     host_bytes_per_s = None
     if plan.memory.host_pages:
-        kv = open_kv(plan, runner, EventLog())
-        rate = kv.manager.rates.bytes_per_s(Tier.DEVICE, Tier.HOST)
+        with contextlib.closing(open_kv(plan, runner, EventLog())) as kv:
+            rate = kv.manager.rates.bytes_per_s(Tier.DEVICE, Tier.HOST)
         host_bytes_per_s = rate and rate / plan.memory.num_devices
-        kv.close()
     return MeasuredProfile(
         settings=plan.config.of_programs(),
         model=sizes(plan.shapes),

@@ -75,7 +75,8 @@ class KeptKV:
                 num_staged = await self._stage_next(replica, name)
                 if num_staged is None:
                     return 0  # The request has ended, or the replica is lost.
-                if num_staged <= num_tokens:
+                # Of several sequences the shortest may have all of its KV before the others.
+                if num_staged <= num_tokens and self._request.routed.num_unfinished == 1:
                     break  # There is no room, or no more was computed.
                 num_tokens = num_staged
         except Exception as error:

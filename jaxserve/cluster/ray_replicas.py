@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxserve.cluster.policies.autoscale import Autoscaler
+from jaxserve.cluster.policies.copies import KEPT_SHARE
 from jaxserve.cluster.replicas.replica import Replica
 from jaxserve.cluster.router import Router
 from jaxserve.core.commands import AddRequest
@@ -36,9 +37,6 @@ with extra("cluster"):
 
 _OLDEST_RAY = (2, 60)
 """As pyproject.toml has it."""
-KEPT_SHARE = 1 / 2
-"""The share of a machine's object store that KV takes while a process is replaced; the rest is for
-requests that move, and for others."""
 _CONNECT_S = 10.0
 _RESTART_S = 120.0
 """How long Ray has to start a process in the place of one that has ended."""

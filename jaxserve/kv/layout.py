@@ -77,10 +77,19 @@ class KVLayout:
 
     @classmethod
     def of(
-        cls, specs: Sequence[KVSpec], page_size: int, max_model_len: int, max_chunk: int
+        cls,
+        specs: Sequence[KVSpec],
+        page_size: int,
+        max_model_len: int,
+        max_chunk: int,
+        keeps_windows: bool = False,
     ) -> KVLayout:
         """The groups with which a sequence of `max_model_len` tokens takes the fewest bytes, of
-        those the fewest groups. A window as long as the context is none."""
+        those the fewest groups. A window as long as the context is none.
+
+        `keeps_windows`: no layer with a window is in a group without one, even if that costs no
+        more.
+        """
         windows = [
             None if spec.window is None or spec.window >= max_model_len else spec.window
             for spec in specs
@@ -111,7 +120,8 @@ class KVLayout:
         def cost(layout: KVLayout) -> tuple[int, int]:
             return layout.pages_for(max_model_len) * layout.layers_per_page, len(layout.groups)
 
-        return min([*layouts([None] * len(windows)), *layouts(windows)], key=cost)
+        whole = [] if keeps_windows else layouts([None] * len(windows))
+        return min([*whole, *layouts(windows)], key=cost)
 
     @property
     def windowed(self) -> bool:

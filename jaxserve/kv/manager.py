@@ -204,7 +204,7 @@ class KVManager:
 
     def extend(self, table: PageTable, start: int, stop: int) -> bool:
         """Prepares a table to compute the tokens start .. stop - 1: gives back the pages that have
-        left a window, moves those to the host that are more than may stay, and adds those that are
+        left a window, moves the excess over what may stay to the host, and adds those that are
         missing; adds none and returns False when there are too few."""
         return self._allocator.extend(table, start, stop)
 

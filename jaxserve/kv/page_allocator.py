@@ -116,7 +116,7 @@ class PageAllocator:
 
     def _transfer_to_host(self, table: PageTable, num_pages: int) -> None:
         """Moves the oldest device pages of a table that is to have `num_pages` pages to its host
-        pages, as many as are more than may stay. Steps already dispatched have written them."""
+        pages: the excess over `resident_pages`. Steps already dispatched have written them."""
         stop = num_pages - self._host_pages.limits.resident_pages
         for index in range(table.num_released, stop):
             self._to_host.append((table.pages[index], table.host_pages[index]))

@@ -1,4 +1,4 @@
-"""LengthPairs of requests, drawn at random: endless pairs of prompt and output tokens."""
+"""Lengths of requests, drawn at random: endless pairs of prompt and output tokens."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def drawn(
 class Fit:
     """Scales a load to a server.
 
-    Arrivals are `rate_scale` times as fast. LengthPairs, and the blocks that prompts share, are
+    Arrivals are `rate_scale` times as fast. Lengths, and the blocks that prompts share, are
     multiplied by `length_scale`, then lengths are capped at `max_prompt_tokens` and
     `max_output_tokens`. The load ends after `num_requests`, or with the last arrival before
     `duration_us`.

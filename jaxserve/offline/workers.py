@@ -38,7 +38,7 @@ STATUS_S = 5.0
 
 class PromptProgress(NamedTuple):
     """New tokens of a prompt by its request id, and how it has ended, if it has: by its output, or
-    by an error of it alone."""
+    by an error that leaves other prompts alone."""
 
     request_id: str
     num_prompt_tokens: int

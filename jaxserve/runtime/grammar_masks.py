@@ -84,7 +84,7 @@ class GrammarMasks:
         for step in in_flight:
             tokens = [*self._tokens(step, counts)]
             for number in range(step.width):
-                advance(taken for row_index, taken in tokens if row_index == number)
+                advance(taken for index, taken in tokens if index == number)
 
     def _tokens(
         self, step: DeviceStep, counts: collections.Counter[int]

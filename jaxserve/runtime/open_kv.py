@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import jax
@@ -33,25 +34,30 @@ def open_kv(plan: EnginePlan, runner: Runner, log: EventLog) -> KVExecutor:
     """
     config, memory = plan.config, plan.memory
     stores: dict[Tier, Store] = {}
-    if memory.host_pages and not memory.kv_on_host:
-        stores[Tier.HOST] = HostStore(memory.host_pages, memory.whole_page_bytes)
-    if memory.disk_pages:
-        stores[Tier.DISK] = DiskStore(
-            config.disk_kv_dir, memory.disk_pages, memory.whole_page_bytes
-        )
     worker, rates = None, OffloadRates()
-    if stores:
-        staging = Staging(plan.shapes.kv.staging(1))
-        worker = TransferWorker(
-            stores,
-            download=staging.download,
-            upload=staging.upload,
-            page_bytes=memory.whole_page_bytes,
-            clock=log.now,
-            staging_buffers=STAGING_BUFFERS,
-        )
-        with log.phase("startup", "calibrate transfers"):
-            _calibrate(rates, worker, runner, stores)
+    with contextlib.ExitStack() as opened:  # Closed if anything here fails.
+        if memory.host_pages and not memory.kv_on_host:
+            store: Store = HostStore(memory.host_pages, memory.whole_page_bytes)
+            opened.callback(store.close)
+            stores[Tier.HOST] = store
+        if memory.disk_pages:
+            store = DiskStore(config.disk_kv_dir, memory.disk_pages, memory.whole_page_bytes)
+            opened.callback(store.close)
+            stores[Tier.DISK] = store
+        if stores:
+            staging = Staging(plan.shapes.kv.staging(1))
+            worker = TransferWorker(
+                stores,
+                download=staging.download,
+                upload=staging.upload,
+                page_bytes=memory.whole_page_bytes,
+                clock=log.now,
+                staging_buffers=STAGING_BUFFERS,
+            )
+            opened.callback(worker.close)
+            with log.phase("startup", "calibrate transfers"):
+                _calibrate(rates, worker, runner, stores)
+        opened.pop_all()
     manager = KVManager(
         PagePool(memory.num_pages, config.page_size),
         layout=memory.layout,

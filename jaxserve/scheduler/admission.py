@@ -78,8 +78,7 @@ def _watermark_pages(watermark: float, capacity: int) -> int:
 
 
 def capacity_beside_watermark(num_pages: int, watermark: float = SchedulerConfig.watermark) -> int:
-    """Capacity in pages of a pool in which sequences may take `num_pages`, and as many more pages
-    are free as an admission leaves."""
+    """Capacity in pages of a pool in which sequences may take `num_pages` beside the watermark."""
     return num_pages + _watermark_pages(watermark / (1 - watermark), num_pages)
 
 

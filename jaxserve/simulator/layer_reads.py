@@ -19,7 +19,7 @@ class LayerReads:
     Attributes:
         weights_s: of reading the streamed layers once.
         page_s: of copying one KV page, all of its layers.
-        latency_s: of as many copies as there are layers, without their bytes.
+        latency_s: of as many copies as a page has layers, without their bytes.
         group_pages: host pages that are copied together; a group that is not full takes as long.
         steps: that pass through the layers together.
     """
@@ -44,6 +44,7 @@ class LayerReads:
         return cdiv(num_pages, TRANSFER_PAGES) * self.latency_s + num_pages * self.page_s
 
     def _groups(self, plan: StepPlan) -> int:
-        """Groups that a step copies: one may have pages of several sequences."""
-        pages = sum(len(chunk.host_pages) for chunk in (*plan.decodes, *plan.prefills))
-        return cdiv(pages, self.group_pages)
+        """Groups that a step copies: one may have pages of several sequences, of one KV group."""
+        chunks = [chunk for chunk in (*plan.decodes, *plan.prefills) if chunk.host_pages]
+        of_kv_groups = zip(*(chunk.host_pages for chunk in chunks))
+        return sum(cdiv(sum(map(len, pages)), self.group_pages) for pages in of_kv_groups)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxserve.core.devices import DeviceSpec
+from jaxserve.core.devices import DeviceSpec, device_of_kind
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.settings.config import EngineConfig
 from jaxserve.core.steps.buckets import ProgramKey
@@ -112,7 +112,10 @@ class Profile:
 
     def is_of(self, device: DeviceSpec) -> bool:
         """Whether it was measured on such a device."""
-        return self.device["platform"] == device.platform and device.is_called(self.device["kind"])
+        kind = self.device["kind"]
+        known = device_of_kind(kind)  # "TPU v5 lite" is no "TPU v5", which it begins with.
+        another = known is not None and len(known.kind) > len(device.kind)
+        return self.device["platform"] == device.platform and device.is_called(kind) and not another
 
     def check(self, config: EngineConfig, model: Mapping[str, Any]) -> None:
         """Raises ProfileMismatch when an engine of a resolved `config` has other programs."""

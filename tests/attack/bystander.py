@@ -1,4 +1,4 @@
-"""A client that means no harm, in a process of its own: it writes how long each answer took.
+"""An ordinary client, in a process of its own: it writes how long each answer took.
 
 Usage: bystander.py PORT KEY FILE. It ends when its standard input does.
 """

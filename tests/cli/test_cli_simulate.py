@@ -10,6 +10,7 @@ import pytest
 from cli_command import LLAMA_70B
 
 from jaxserve.cli.planning.described import Described
+from jaxserve.cli.planning.plan_tables import turn_lengths
 from jaxserve.core import devices
 from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -170,6 +171,10 @@ def test_steps_read_what_is_below_the_device(config_70b):
     groups = -(-(100 - resident) // resident)
     read_s = times["host"] + groups * (resident * page_bytes / link + layers * 20e-6)
     assert session.decode_s == pytest.approx(10 * read_s, rel=0.01)
+    most = described.plan.config.max_model_len
+    assert sum(turn_lengths(described.plan)) == min(
+        described.plan.memory.host_kv.longest(most) + 1, most
+    )
 
 
 def test_a_mesh_of_several_hosts_needs_their_network(run_here, config_70b, tmp_path):

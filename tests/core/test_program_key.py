@@ -28,7 +28,7 @@ def model(tmp_path_factory) -> TinyModel:
     return TinyModel.write_llama(tmp_path_factory.mktemp("tiny"))
 
 
-def geometry_of(path: Path, **changes) -> ProgramShapes:
+def shapes_of(path: Path, **changes) -> ProgramShapes:
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 18, "page_size": 8}
     return engine_plan.plan_engine(EngineConfig(model=path, **settings | changes)).shapes
 
@@ -40,7 +40,7 @@ def lowered(shapes: ProgramShapes) -> dict[str, str]:
 
 def test_settings_outside_the_key_change_no_program(model, tmp_path):
     """Lists a value other than the default's for each: a setting is not left out unchecked."""
-    plain = geometry_of(model.path)
+    plain = shapes_of(model.path)
     pool = plain.num_pages * plain.kv.pages.page_bytes * model.config.num_layers
     changes = {
         "model": shutil.copytree(model.path, tmp_path / "copy"),
@@ -63,7 +63,7 @@ def test_settings_outside_the_key_change_no_program(model, tmp_path):
     }
     settings = {field.name for field in dataclasses.fields(EngineConfig)}
     assert set(changes) == settings - set(plain.config.of_programs())
-    changed = geometry_of(changes.pop("model"), **changes)
+    changed = shapes_of(changes.pop("model"), **changes)
     assert changed.describe() == plain.describe()
     programs, others = lowered(plain), lowered(changed)
     assert programs == {name: others[name] for name in programs}
@@ -85,7 +85,7 @@ def test_settings_outside_the_key_change_no_program(model, tmp_path):
     ids=str,
 )
 def test_what_shapes_programs_changes_the_key(model, changes):
-    assert geometry_of(model.path, **changes).describe() != geometry_of(model.path).describe()
+    assert shapes_of(model.path, **changes).describe() != shapes_of(model.path).describe()
 
 
 def test_the_formats_of_a_draft_models_weights_change_the_key(model, tmp_path):
@@ -99,7 +99,7 @@ def test_the_formats_of_a_draft_models_weights_change_the_key(model, tmp_path):
     }
     for path in write(tmp_path, raw, tensors, "fp8"):
         shutil.copytree(path, drafter, dirs_exist_ok=True)
-        shapes = geometry_of(model.path, **changes)
+        shapes = shapes_of(model.path, **changes)
         keys.append((shapes.describe(), str(shapes.abstract_state.draft_params)))
     (key, params), (other_key, other_params) = keys
     assert params != other_params
@@ -107,7 +107,7 @@ def test_the_formats_of_a_draft_models_weights_change_the_key(model, tmp_path):
 
 
 def test_all_of_ours_that_runs_while_programs_are_traced_is_digested(model):
-    shapes, ran = geometry_of(model.path), set()
+    shapes, ran = shapes_of(model.path), set()
 
     def note(frame, event, argument) -> None:
         if event == "call":

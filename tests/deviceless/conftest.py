@@ -12,9 +12,7 @@ sys.path[:0] = map(str, (Path(__file__).parent, Path(__file__).parents[1] / "hel
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "deviceless: compiles for an accelerator that is not there; needs its plugin"
-    )
+    config.addinivalue_line("markers", "deviceless: compiles for an accelerator; needs its plugin")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What tests need to compile for an H200 that is not there, and to read what came of it.
+"""What tests need to compile for an H200, and to read what came of it.
 
 Needs jax-cuda13-plugin and jax-cuda13-pjrt of JAX's version and a CUDA 13 toolkit, or the packages
 nvidia-cuda-nvcc and nvidia-nvvm. Machine code is looked at where nvdisasm can be found too
@@ -101,7 +101,7 @@ class Compiled:
         return found
 
     def machine_code(self):
-        """Disassembled; skips the test where the tools are not there."""
+        """Disassembled; skips the test where the tools are missing."""
         packages = Path(jax.__file__).parents[1] / "nvidia"
         tools = {}
         for name in ("ptxas", "nvdisasm"):

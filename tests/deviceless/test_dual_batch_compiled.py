@@ -1,4 +1,4 @@
-"""Steps in two halves, compiled for eight H200s that are not there: sums beside products."""
+"""Steps in two halves, compiled for eight H200s: sums beside products."""
 
 from __future__ import annotations
 

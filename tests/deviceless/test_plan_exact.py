@@ -1,4 +1,4 @@
-"""`jaxserve plan --exact`: all programs of an engine, compiled for a device that is not there."""
+"""`jaxserve plan --exact`: all programs of an engine, compiled for a target device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's own decode step compiled for an H200 that is not there: kernels, copies, loops."""
+"""The engine's own decode step compiled for an H200: kernels, copies, loops."""
 
 from __future__ import annotations
 

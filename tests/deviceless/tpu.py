@@ -1,4 +1,4 @@
-"""What tests need to compile for TPUs that are not there.
+"""What tests need to compile for TPUs.
 
 Needs libtpu of JAX's version (`pip install 'jax[tpu]'`). Where there is no TPU, run with
 JAX_PLATFORMS=cpu, or JAX will look for one.

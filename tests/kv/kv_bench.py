@@ -12,7 +12,7 @@ OTHER = list(range(200, 220))
 
 
 class Bench(World):
-    """A manager, its device and its copier, driven by hand."""
+    """A manager, its device and its transfer worker, driven by hand."""
 
     @classmethod
     def closing(cls, directory: Path, **settings) -> contextlib.closing[Bench]:

@@ -51,6 +51,8 @@ def test_layers_of_a_window_form_groups_of_one_size(windows, groups):
 
 def test_a_window_that_saves_nothing_makes_no_group():
     assert not layout(None, 8, chunk=512).windowed
+    kept = KVLayout.of(specs(None, 8), 4, 256, 512, keeps_windows=True)
+    assert [group.window for group in kept.groups] == [None, 8]
 
 
 windows = st.one_of(st.none(), st.integers(1, 40))

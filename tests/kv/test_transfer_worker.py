@@ -362,7 +362,7 @@ def test_consumed_once(bench):
     assert bench.num_free_buffers() == 2
 
 
-def test_the_copier_keeps_no_staging_array_alive(bench):
+def test_the_worker_keeps_no_staging_array_alive(bench):
     """A device array with a forgotten reference is device memory lost."""
     staging = padded(payload_of(2))
     gathered = weakref.ref(staging)
@@ -469,7 +469,7 @@ def test_moves_that_make_no_sense_are_refused(bench):
     assert bench.num_pending == 0 and bench.transfer_worker.ended() == []
 
 
-def test_a_copier_without_a_tier_or_without_staging():
+def test_a_worker_without_a_tier_or_without_staging():
     link = Link()
     parts = {"download": link.download, "upload": link.upload, "page_bytes": 64, "clock": int}
     with (

@@ -202,7 +202,7 @@ def convoy() -> list[Job]:
 def test_short_requests_do_not_wait_for_a_long_one_which_is_in_time(convoy):
     alone, beside = serve(convoy[:-1]), serve(convoy)
     p99 = percentile(alone.first_token_us, 99)
-    # The step under way when it came, the one planned behind it and its own may be longer.
+    # The step in flight when it came, the one planned behind it and its own may be longer.
     assert percentile(beside.first_token_us[:-1], 99) <= p99 + 3 * TARGET_US
     assert beside.first_token_us[-1] <= DEADLINE * solo_us(convoy[-1])
 

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from jaxserve.core.devices import DeviceSpec
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.model_config import ModelConfig, RopeConfig
 from jaxserve.core.requests.sampling_params import SamplingParams
@@ -89,6 +90,11 @@ def test_a_profile_bounds_what_a_load_takes():
     # Two steps of prefill at least; its pairs, and the context of two decodes.
     attention_s = 1e-8 * 40 * 41 // 2 + 1e-6 * (41 + 42)
     assert least_seconds(times, buckets, tokens, CONFIG) > 1e-3 * 40 / 32 + attention_s
+
+
+def test_a_device_whose_name_begins_like_anothers_is_another():
+    measured = dataclasses.replace(PROFILE, device={"platform": "tpu", "kind": "TPU v5 lite"})
+    assert measured.is_of(DeviceSpec.of("v5e")) and not measured.is_of(DeviceSpec.of("v5p"))
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):

@@ -121,7 +121,7 @@ def test_a_pass_takes_as_long_as_its_reads_or_its_computing():
     """Of 5 and 1 host pages, in groups of 4: three groups, each with its copies."""
     reads = LayerReads(weights_s=2.0, page_s=0.5, latency_s=0.25, group_pages=4, steps=2)
     one, other = (
-        StepPlan(decodes=(ScheduledChunk(None, 9, 1, True, 0, 0, host_pages=range(count)),))
+        StepPlan(decodes=(ScheduledChunk(None, 9, 1, True, 0, 0, host_pages=(range(count),)),))
         for count in (5, 1)
     )
     assert reads.pass_s(1.0, [one, other]) == 2.0 + 3 * (4 * 0.5 + 0.25)

@@ -127,7 +127,7 @@ def test_the_same_tokens_after_a_preemption(llama, llm_for, alone):
 
 @settings(max_examples=5, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
-def test_any_mixture_of_wishes(llama, llm_for, spelled, data):
+def test_any_mixture_of_formats(llama, llm_for, spelled, data):
     """Grammars beside bans, penalties and logprobs, in the same request or another's."""
     options = st.fixed_dictionaries(
         {},

@@ -102,7 +102,7 @@ def test_json_nested_too_deeply_is_refused():
         StructuredOutputs(json='{"a":' * 100_000)
 
 
-def test_params_with_a_wish_can_be_replaced_field_by_field():
+def test_params_with_structured_outputs_can_be_replaced_field_by_field():
     params = SamplingParams(structured_outputs={"choice": ["a", "b"]})
     longer = dataclasses.replace(params, max_tokens=99)
     assert longer.structured_outputs == params.structured_outputs

@@ -133,7 +133,8 @@ class Described:
         disk of its host."""
         disk_bytes_per_s = self.spec.disk_bytes_per_s if self.spec else DeviceSpec.disk_bytes_per_s
         memory = self.plan.memory
-        return round(memory.weights_bytes * memory.num_devices / disk_bytes_per_s * 1e6)
+        num_bytes = (memory.weights_bytes + memory.host_weights_bytes) * memory.num_devices
+        return round(num_bytes / disk_bytes_per_s * 1e6)
 
     @property
     def source(self) -> str:
@@ -193,7 +194,7 @@ class Described:
             weights_s += len(placement.streamed) * len(reads) * _LINK_LATENCY_S
         if memory.host_kv is not None and memory.has_kv_window:
             page_s = memory.whole_page_bytes / host_bytes_per_s
-            latency_s = plan.shapes.model.num_layers * _LINK_LATENCY_S
+            latency_s = memory.layout.layers_per_page * _LINK_LATENCY_S
         return LayerReads(
             weights_s,
             page_s,

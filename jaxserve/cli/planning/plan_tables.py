@@ -25,8 +25,11 @@ def turn_lengths(plan: EnginePlan) -> tuple[int, int]:
     """Tokens of a user's prompt and of the screen after it: together the longest request that the
     context and the pool hold, and the host beside it."""
     memory, most = plan.memory, plan.config.max_model_len
-    pages = memory.num_pages - 1 if memory.host_kv is None else memory.host_kv.longest
-    longest = min(memory.layout.longest(pages, most) + 1, most)
+    if memory.host_kv is None:
+        held = memory.layout.longest(memory.num_pages - 1, most)
+    else:
+        held = memory.host_kv.longest(most)
+    longest = min(held + 1, most)
     screen = min(_SCREEN_TOKENS, longest - 1)
     return longest - screen, screen
 

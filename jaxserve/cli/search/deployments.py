@@ -168,7 +168,7 @@ class Planner:
                 continue
             try:
                 described = Described.of(asked, device, profile, propose=False)
-            except ProfileMismatch as error:
+            except (ProfileMismatch, MemoryPlanError) as error:  # It ran with its own settings.
                 self.mismatches.setdefault(number, str(error))
                 continue
             self.mismatches[number] = ""

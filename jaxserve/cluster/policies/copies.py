@@ -18,6 +18,10 @@ LAST_TOKENS = 32
 """When so few tokens were generated since the last stage of a copy, the request moves: its new
 replica computes them in one step."""
 
+KEPT_SHARE = 1 / 2
+"""The share of a machine's memory, with Ray of its object store, for KV that is kept while a
+process is replaced; the rest is for requests that move, and for others."""
+
 MAX_STAGES = 3
 """A request that generates faster than its KV is copied moves after so many stages."""
 
@@ -63,7 +67,7 @@ def pieces(
 ) -> Iterator[Span]:
     """All KV of a request whose longest sequence has `num_tokens`, in pieces of `max_pages` at most
     where that is a page of each sequence or more."""
-    size = max(1, max_pages // num_sequences) * page_size
+    size = max(1, max_pages // max(1, num_sequences)) * page_size
     for start in range(0, num_tokens, size):
         stop = min(start + size, num_tokens)
         yield Span.of(start, stop, num_prompt, page_size, num_sequences)

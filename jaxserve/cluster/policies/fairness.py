@@ -46,5 +46,5 @@ class FairShares:
         }
 
     def keep(self, replicas: Collection[Hashable]) -> None:
-        """Takes back what tenants wait at any other replica: it was lost, or removed."""
+        """Forgets the waiting tenants of all other replicas, which were lost or removed."""
         self._waiting = {each: self._waiting[each] for each in self._waiting.keys() & replicas}

@@ -36,7 +36,7 @@ class IncomingKV:
         return fits and not self._waiting
 
     def enter(self, key: Hashable, num_pages: int, begin: Callable[[], object]) -> None:
-        """KV of so many pages is to come: `begin` is called once there is room, in the order in
+        """KV of so many pages will come: `begin` is called once there is room, in the order in
         which they entered. Call `leave` in any case."""
         self._waiting[key] = num_pages, begin
         self._begin()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxserve.async_engine import AsyncEngine
+from jaxserve.cluster.policies.copies import KEPT_SHARE
 from jaxserve.core.commands import AddRequest
 from jaxserve.core.engine_info import EngineInfo
 from jaxserve.core.errors import EngineClosedError, RequestError
@@ -150,7 +151,7 @@ class Replica:
 
     async def max_kept_bytes(self) -> int:
         """How much exported KV may lie in memory at a time while a process is replaced."""
-        return host_memory() // 2
+        return int(KEPT_SHARE * host_memory())
 
     async def keep_request(
         self, request_id: str, start: int, stop: int, max_bytes: int

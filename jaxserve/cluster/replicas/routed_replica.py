@@ -82,9 +82,10 @@ class OpenRequest:
 
     @property
     def movable(self) -> bool:
-        """Whether another replica can go on with it. Of an embedding, what a replica has summed up
-        stays there."""
-        bound = self.immovable or self.moving or self.routed.added.pooling is not None
+        """Whether another replica can go on with it: not if it was aborted. Of an embedding, what a
+        replica has summed up stays there."""
+        routed = self.routed
+        bound = self.immovable or self.moving or routed.aborted or routed.added.pooling is not None
         return self.accepted and not bound
 
     def note(self, output: RequestOutput) -> None:

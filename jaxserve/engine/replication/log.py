@@ -17,15 +17,9 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from jaxserve.core.commands import (
-    Abort,
-    AddRequest,
-    Command,
-    ResetPrefixCache,
-    SetPriority,
-)
+from jaxserve.core.commands import AddRequest, Command
 from jaxserve.core.errors import DistributedError
 from jaxserve.core.sequence import SharedPrefix
 from jaxserve.core.steps.plan import StepPlan
@@ -51,7 +45,7 @@ class Channel(Protocol):
 class LogEntry:
     """The commands to apply before a step, and the scheduler's time inputs.
 
-    `commands` are lists of a verb and its arguments. `arrivals_us` has a time for each added
+    `commands` are lists of a command's name and its arguments. `arrivals_us` has a time for each added
     request, `step_times_us` one for each step read. `joint`: what all hosts do instead of the
     step. `last`: no step follows, because host 0 closed the engine.
     """
@@ -65,7 +59,7 @@ class LogEntry:
     last: bool = False
 
 
-_VERBS = {"abort": Abort, "set_priority": SetPriority, "reset_prefix_cache": ResetPrefixCache}
+_COMMANDS = {kind.__name__: kind for kind in get_args(Command)}
 
 
 class ReplicatedLog:
@@ -91,11 +85,10 @@ class ReplicatedLog:
         """Adds a command applied on this host to the next entry."""
         if isinstance(command, AddRequest):
             prefix = self._number_of(command.shared_prefix)
-            written = ["add", command.to_json(prefix)]
+            written = [AddRequest.__name__, command.to_json(prefix)]
             self._arrivals_us.append(command.arrival_us)
         else:
-            verb = next(verb for verb, kind in _VERBS.items() if isinstance(command, kind))
-            written = [verb, *dataclasses.astuple(command)]
+            written = [type(command).__name__, *dataclasses.astuple(command)]
         self._commands.append(json.loads(json.dumps(written)))
 
     def observe_step_time(self, us: int) -> None:
@@ -122,9 +115,9 @@ class ReplicatedLog:
         return number, prefix.num_tokens
 
     def _read(self, command: list[Any], arrivals_us: Iterator[int]) -> Command:
-        verb, *arguments = command
-        if verb != "add":
-            return _VERBS[verb](*arguments)
+        name, *arguments = command
+        if name != AddRequest.__name__:
+            return _COMMANDS[name](*arguments)
         (fields,) = arguments
         prefix = None
         if fields["prefix"] is not None:

@@ -90,7 +90,7 @@ class Node:
         """The nearest tier with its KV, and its page there; one must have it."""
         if self.device is not None:
             return Tier.DEVICE, self.device
-        tier = Tier.HOST if Tier.HOST in self.lower else Tier.DISK
+        tier = next(tier for tier in Tier if tier in self.lower)
         return tier, self.lower[tier]
 
     @property

@@ -31,7 +31,7 @@ from jaxserve.runtime.proposers.proposer import Proposer
 from jaxserve.sampling.speculation import NO_DRAFT, Acceptance, SpeculationState, Trajectories
 
 _STRIDE = 7919
-"""Tokens from one first guess to the next, round and round the sequence."""
+"""Tokens from one first guess to the next, over and over through the sequence."""
 
 _FIRST = 0
 """In the place of the tokens that a decode computed, for a sequence that is new in its slot."""

@@ -367,14 +367,15 @@ def _refusal(decided: EnginePlan) -> MemoryPlanError:
 def _check_described(config: EngineConfig, device: DescribedDevice) -> None:
     """Raises ConfigError for attention whose time on a target device, or its host, is unknown."""
     sends_queries = config.host_attention == "enabled" and device.platform != "cpu"
-    for name, unknown in (
-        ("host_attention", sends_queries),
-        ("kv_compression", config.kv_compression != "none"),
+    is_compressed = config.kv_compression != "none"
+    for name, refused, unknown in (
+        ("host_attention", sends_queries, "how fast the hosts of target devices attend is unknown"),
+        ("kv_compression", is_compressed, "what its decodes read is not modelled"),
     ):
-        if unknown:
+        if refused:
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, and how fast the hosts of target devices "
-                f"attend is unknown; leave it out, or plan on the devices themselves."
+                f"{name} is {getattr(config, name)!r}, and {unknown}; leave it out, or plan on the "
+                "devices themselves."
             )
 
 

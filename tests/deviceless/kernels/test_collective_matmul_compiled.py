@@ -1,4 +1,4 @@
-"""Collective products compiled for TPUs and GPUs that are not there: what they wait for."""
+"""Collective products compiled for TPUs and GPUs: what they wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention compiled for eight H200 that are not there: what is sent when, what is held."""
+"""Ring attention compiled for eight H200: what is sent when, what is held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TPU kernel of paged attention compiled for chips that are not there."""
+"""The TPU kernel of paged attention compiled for TPUs."""
 
 from __future__ import annotations
 

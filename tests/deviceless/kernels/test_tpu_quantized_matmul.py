@@ -1,4 +1,4 @@
-"""The TPU kernel of products with packed weights, compiled for TPUs that are not there."""
+"""The TPU kernel of products with packed weights, compiled for TPUs."""
 
 from __future__ import annotations
 

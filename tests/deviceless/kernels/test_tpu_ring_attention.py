@@ -1,4 +1,4 @@
-"""Ring attention compiled for sixteen TPUs that are not there: what is sent, what is held."""
+"""Ring attention compiled for sixteen TPUs: what is sent, what is held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The TPU kernel that writes keys and values, compiled for chips that are not there."""
+"""The TPU kernel that writes keys and values, compiled for TPUs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GREEDY = dataclasses.replace(SEEDED, temperature=0)
 
 
 class Copies:
-    """The copier of an engine, whose copies between tiers can be made to misbehave."""
+    """The transfer worker of an engine, whose copies between tiers can be made to misbehave."""
 
     def __init__(self, engine, monkeypatch):
         self.engine = engine

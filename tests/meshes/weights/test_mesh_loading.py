@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mesh_engines import on_mesh
 from quantized_checkpoints import mxfp4, write
-from test_mesh_weights import FLOAT, geometry_of
+from test_mesh_weights import FLOAT, shapes_of
 from tiny_checkpoints import CONFIG, fused_experts, hf_shapes, of_experts, write_hf
 from tiny_engines import CONTEXT, EOS, member
 
@@ -54,7 +54,7 @@ def loaded(
     mesh: str, path: Path, dtype: str = "float32", **settings: Any
 ) -> tuple[Checkpoint, Params]:
     """The checkpoint, whose tensors count what was read of them for all devices of a mesh."""
-    shapes = geometry_of(mesh, path, dtype=dtype, **settings)
+    shapes = shapes_of(mesh, path, dtype=dtype, **settings)
     checkpoint = open_checkpoint(path)
     for name, tensor in checkpoint.tensors.items():
         checkpoint.tensors[name] = Counted(tensor)
@@ -126,7 +126,7 @@ def check_memory(mesh: str, directory: Path) -> None:
             # As few next to this model as there are next to real ones.
             patch.setattr(packed, "_VALUES_AT_ONCE", 1 << 14)
             kept = keep_slices(patch)
-            shapes = geometry_of(mesh, path)
+            shapes = shapes_of(mesh, path)
             checkpoint = open_checkpoint(path)
             tracemalloc.start()
             load_params(

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mesh_engines import load, on_mesh
 from mesh_workload import GREEDY, check_greedy
-from test_mesh_weights import bytes_by_device, geometry_of, tensors_of
+from test_mesh_weights import bytes_by_device, shapes_of, tensors_of
 from tiny_engines import Arrival, TinyModel, assert_loads, drive
 
 from jaxserve.core.model_config import MoEConfig
@@ -148,7 +148,7 @@ def check_bytes(mesh: str, directory: Path) -> None:
     path = TinyModel.write_member(directory, "qwen2_moe").path
     of_file = sum(part.nbytes for part in tensors_of(path))
     for whole in (False, True):
-        shapes = geometry_of(mesh, path, enable_expert_parallel=whole)
+        shapes = shapes_of(mesh, path, enable_expert_parallel=whole)
         read = bytes_by_device(shapes, path)
         assert set(read.values()) == {shapes.weights_bytes}
         assert shapes.weights_bytes < 0.56 * of_file
@@ -162,6 +162,6 @@ def check_experts_of_every_rank(mesh: str, directory: Path) -> None:
     path = directory / "qwen2_moe"
     path = TinyModel.write_member(path, "qwen2_moe").path
     for whole, expected in ((False, (12, 12, 64)), (True, (2, 24, 64))):
-        experts = geometry_of(mesh, path, enable_expert_parallel=whole).params.abstract
+        experts = shapes_of(mesh, path, enable_expert_parallel=whole).params.abstract
         experts = experts["layers"][1]["experts_gate_up"]
         assert experts.sharding.shard_shape(experts.shape) == expected

@@ -49,7 +49,7 @@ class Counted:
         return self._source.unclaimed(names)
 
 
-def geometry_of(mesh: str, path: Path, **settings: object) -> ProgramShapes:
+def shapes_of(mesh: str, path: Path, **settings: object) -> ProgramShapes:
     return engine_plan.plan_engine(EngineConfig(model=path, **degrees(mesh), **settings)).shapes
 
 
@@ -74,7 +74,7 @@ def test_a_device_reads_its_shards_and_no_more(tmp_path, mesh):
 
 
 def check_bytes(mesh: str, path: Path) -> None:
-    shapes = geometry_of(mesh, path)
+    shapes = shapes_of(mesh, path)
     of_file = sum(part.nbytes for part in tensors_of(path))
     read = bytes_by_device(shapes, path)
     assert set(read.values()) == {shapes.weights_bytes}
@@ -93,7 +93,7 @@ def test_a_device_reads_no_more_than_the_heads_it_has_a_share_of(tmp_path):
 
 
 def check_uneven_bytes(mesh: str, path: Path) -> None:
-    shapes = geometry_of(mesh, path)
+    shapes = shapes_of(mesh, path)
     heads = 4 * 64 * 16 * 4 * (3 + 2 + 3)  # layers, hidden, head_dim, bytes; all of a KV head
     assert max(bytes_by_device(shapes, path).values()) <= shapes.weights_bytes + heads
 
@@ -108,7 +108,7 @@ def test_every_format_gives_a_mesh_the_same_parameters(tmp_path, mesh):
 
 def check_formats(mesh: str, path: Path, orbax: Path) -> None:
     for model, load_format in ((path, "auto"), (orbax, "auto"), (path, "dummy")):
-        shapes = geometry_of(mesh, model, load_format=load_format)
+        shapes = shapes_of(mesh, model, load_format=load_format)
         checkpoint = open_checkpoint(model, load_format)
         plain = param_specs(checkpoint.config)
         whole = load_params(checkpoint, plain, dtype="float32")

@@ -41,14 +41,14 @@ class AttendByQueries:
         return self._attend, self._merge
 
     def __call__(
-        self, key: ProgramKey, layer: int, partial: Partial, batch: RaggedBatch, *means: np.ndarray
+        self, key: ProgramKey, array: int, partial: Partial, batch: RaggedBatch, *means: np.ndarray
     ) -> Partial:
         """Merges attention to the host's pages of `batch` into `partial`; with SparF, `means` has
         the mean values of decodes in this layer. The host needs the queries of `partial` alone, and
         does not wait for the rest of it."""
         store = self._store()
         q = jax.device_put(partial.q, self._host)
-        results = self._attend.call(key, q, store.on_host(layer), batch, *means)
+        results = self._attend.call(key, q, store.on_host(array), batch, *means)
         store.copies.query_bytes += sum(array.nbytes for array in (q, *results))
         return self._merge.call(key, partial, *jax.device_put(results, self._place))
 
@@ -83,8 +83,8 @@ class _AttendOnHost(_Kind):
         return jax.tree.map(lambda array: placed(array, place), arrays)
 
     def spec(self, key: ProgramKey) -> ProgramSpec:
-        host = self.shapes.host_kv.host
-        elsewhere = None if self.shapes.devices == [host] else host
+        shapes, host = self.shapes, self.shapes.host_kv.host
+        elsewhere = None if shapes.mesh is None and shapes.device == host else host
         return dataclasses.replace(super().spec(key), elsewhere=elsewhere)
 
 

@@ -19,14 +19,15 @@ from pallas_kernels.paged_attention import Pages, RaggedBatch
 
 
 class HostKVStore:
-    """The host's pages, layer by layer, in host memory, in the layout of a pool with the heads of
-    all devices: the host attends to them where they are. All calls are between steps' programs."""
+    """The host's pages in host memory, array by array as in the pool (with windows several layers
+    share one), with the heads of all devices: the host attends to them where they are. All calls
+    are between steps' programs."""
 
     def __init__(self, shapes: ProgramShapes) -> None:
         """Raises ConfigError when the host has no memory for them."""
         of_layer, staged = shapes.host_kv.pages.shapes, shapes.kv.staging(1, 1)
         try:
-            self._layers: list[Pages] = [
+            self._arrays: list[Pages] = [
                 jax.tree.map(lambda array: aligned_empty(array.shape, array.dtype), of_layer)
                 for _ in shapes.kv.abstract
             ]
@@ -40,9 +41,9 @@ class HostKVStore:
         self._parts = [
             [
                 array.reshape(len(array), self._devices, -1).view(staged.dtype)
-                for array in jax.tree.leaves(layer)
+                for array in jax.tree.leaves(pages)
             ]
-            for layer in self._layers
+            for pages in self._arrays
         ]
         self._ends = (np.cumsum(elements_of_each([of_layer])) // self._devices).tolist()
         self._dtype, self._place = staged.dtype, staged.sharding
@@ -51,39 +52,39 @@ class HostKVStore:
         self._on_host: dict[int, Pages] = {}
         self.copies = HostKVCopies()
 
-    def write(self, layer: int, pages: Sequence[int], staged: jax.Array) -> None:
+    def write(self, array: int, pages: Sequence[int], staged: jax.Array) -> None:
         """Copies the first rows of gathered pages; waits for the device."""
         rows, start = np.asarray(staged)[: len(pages)], 0
         rows = rows.reshape(len(pages), self._devices, -1)
-        for part, end in zip(self._parts[layer], self._ends):
+        for part, end in zip(self._parts[array], self._ends):
             part[list(pages)] = rows[..., start:end]
             start = end
 
-    def page(self, layer: int, page: int) -> tuple[np.ndarray, np.ndarray]:
+    def page(self, array: int, page: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys [kv_heads, head_dim, page_size] and values [kv_heads, page_size, head_dim]."""
-        of_layer = self._layers[layer]
-        return of_layer.k[page], of_layer.v[page]
+        pages = self._arrays[array]
+        return pages.k[page], pages.v[page]
 
-    def read(self, layer: int, pages: Sequence[int]) -> jax.Array:
+    def read(self, array: int, pages: Sequence[int]) -> jax.Array:
         """A group on the devices, or on its way there, padded."""
         group, start = np.zeros((self._group, self._devices, self._ends[-1]), self._dtype), 0
-        for part, end in zip(self._parts[layer], self._ends):
+        for part, end in zip(self._parts[array], self._ends):
             group[: len(pages), :, start:end] = part[list(pages)]
             start = end
         self.copies.page_bytes += group.nbytes
         return jax.device_put(group.reshape(self._group, -1), self._place)
 
-    def on_host(self, layer: int) -> Pages:
-        """All pages of a layer as arrays of the host's device, which are no copies: what is written
-        later is in them."""
-        if layer not in self._on_host:
-            pages = self._layers[layer]
+    def on_host(self, array: int) -> Pages:
+        """All pages of an array, on the host's device and not copied: what is written later is in
+        them."""
+        if array not in self._on_host:
+            pages = self._arrays[array]
             arrays = jax.tree.map(lambda part: jax.device_put(part, self._host), pages)
-            for part, array in zip(jax.tree.leaves(pages), jax.tree.leaves(arrays)):
-                if array.unsafe_buffer_pointer() != part.ctypes.data:
+            for part, shared in zip(jax.tree.leaves(pages), jax.tree.leaves(arrays)):
+                if shared.unsafe_buffer_pointer() != part.ctypes.data:
                     raise RuntimeError("JAX has copied KV on the host, which later writes change")
-            self._on_host[layer] = arrays
-        return self._on_host[layer]
+            self._on_host[array] = arrays
+        return self._on_host[array]
 
 
 class Group(NamedTuple):
