@@ -45,8 +45,8 @@ class Channel(Protocol):
 class LogEntry:
     """The commands to apply before a step, and the scheduler's time inputs.
 
-    `commands` are lists of a command's name and its arguments. `arrivals_us` has a time for each added
-    request, `step_times_us` one for each step read. `joint`: what all hosts do instead of the
+    `commands` are lists of a command's name and its arguments. `arrivals_us` has a time for each
+    added request, `step_times_us` one for each step read. `joint`: what all hosts do instead of the
     step. `last`: no step follows, because host 0 closed the engine.
     """
 
