@@ -10,14 +10,13 @@ from typing import Literal
 import jax.numpy as jnp
 
 from pallas_kernels.quantized_matmul import FP8, Format
+from pallas_kernels.quantized_matmul.formats import INT4_BLOCK
 
 Storage = Literal["fp8", "int8", "packed", "awq", "gptq"]
 """Which tensors a weight is stored in (loading/quantized/tensors.py)."""
 
 ModuleFilter = Callable[[str], bool]
 """Whether the name of a module is meant."""
-
-_INT4_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Scheme:
             # Groups are the same in all rows, and may be smaller than blocks.
             format = Format("float8_e4m3fn", math.gcd(self.group_size, num_inputs))
             return format if has_few_scales(format) else None
-        unit = _INT4_BLOCK if self.bits == 4 else 1
+        unit = INT4_BLOCK if self.bits == 4 else 1
         if (self.group_size or unit) % unit or num_inputs % (self.group_size or unit):
             return None
         return Format(

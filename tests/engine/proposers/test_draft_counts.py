@@ -13,8 +13,10 @@ from tiny_engines import LONGEST, Arrival, drive
 
 from jaxserve.core.events import Collected
 from jaxserve.core.requests.sampling_params import SamplingParams
+from jaxserve.core.settings.speculative import METHODS
 from jaxserve.models.drafters.medusa import MedusaConfig
 from jaxserve.models.loading.drafters.medusa import save_heads
+from jaxserve.runtime.proposers import PROPOSERS
 
 DRAFTS = 3
 ROWS = {"max_num_seqs": 2, "max_num_batched_tokens": 2 * (1 + DRAFTS) + 16}
@@ -79,3 +81,7 @@ def test_drafts_at_random_take_no_more_steps_than_none(llama, tmp_path):
             counts.append(taken)
     assert answers[:6] == answers[6:]
     assert all(mine <= none for none, mine in zip(*counts)), counts
+
+
+def test_each_method_has_a_proposer():
+    assert PROPOSERS.keys() == METHODS.keys()
