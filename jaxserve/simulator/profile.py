@@ -117,6 +117,14 @@ class Profile:
         another = known is not None and len(known.kind) > len(device.kind)
         return self.device["platform"] == device.platform and device.is_called(kind) and not another
 
+    def is_of_same_engine(self, other: Profile) -> bool:
+        """Whether both have times of the same programs."""
+        own, others = (
+            (one.device["platform"], one.device["kind"], one.model, one.settings)
+            for one in (self, other)
+        )
+        return own == others
+
     def check(self, config: EngineConfig, model: Mapping[str, Any]) -> None:
         """Raises ProfileMismatch when an engine of a resolved `config` has other programs."""
         if self.model != dict(model):

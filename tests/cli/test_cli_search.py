@@ -255,6 +255,9 @@ def test_measured_step_times_replace_modelled_ones(run_here, config_70b, tmp_pat
     run.assert_error("profile.json' is of none of the 2", "measured with 64")
     run = run_here("search", config_70b, *options, "--device=l4", "--max-num-seqs=64")
     run.assert_error("profile.json' is of none", "NVIDIA H200, which is no L4")
+    twice = ("--profile", f"{path},{path}")
+    run = run_here("search", config_70b, *SPACE, *others, SLO, *twice)
+    run.assert_error("--profile has", "same device, model and settings")
 
 
 def test_prefill_apart_and_drafts_are_searched(run_here, config_70b):

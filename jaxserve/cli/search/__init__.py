@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -136,6 +137,12 @@ class Search(Common):
         load = SharedLoad.of(self.load, max(self.devices), self.engine.seed)
         acceptance = self.draft_acceptance
         profiles = [Profile.read(Path(name)) for name in self.profile]
+        for first, second in itertools.combinations(range(len(profiles)), 2):
+            if profiles[first].is_of_same_engine(profiles[second]):
+                raise ConfigError(
+                    f"--profile has {self.profile[first]} and {self.profile[second]}, which are of "
+                    "the same device, model and settings; leave one out."
+                )
         planner = Planner(self.engine, load, slo, prices, self.image, acceptance, profiles)
         planned, dropped = self._planned(planner)
         candidates = [each.candidate for each in planned]
