@@ -1,4 +1,4 @@
-"""Metrics of what a runner counts besides its steps: offloaded weights and KV, experts."""
+"""Metrics of what a runner counts other than its steps: offloaded weights and KV, experts."""
 
 from __future__ import annotations
 

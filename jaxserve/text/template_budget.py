@@ -15,7 +15,7 @@ from typing import Any
 from jinja2.utils import Namespace
 
 MAX_SECONDS = 5.0
-"""Of the rendering thread's own time, to which garbage collection may add more than a second."""
+"""Of the rendering thread's own time, with the garbage collection that falls into it."""
 
 MAX_CHARS = 1 << 24
 """Of a prompt, and of everything else that one rendering writes into macros and blocks."""

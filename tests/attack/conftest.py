@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from server_process import TEMPLATE, ServerProcess, write_chat_model
 
 MAX_FILES = 1800

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "server")]
-import compatibility  # noqa: E402  (found by the path above)
-from client_inputs import MODEL  # noqa: E402
-from server_process import ServerProcess  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent))
+import compatibility
+from client_inputs import MODEL
+from server_process import ServerProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,12 +6,9 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from server_process import ServerProcess, write_chat_model
 
 pytestmark = pytest.mark.interfaces

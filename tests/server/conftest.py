@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
-
-sys.path.insert(0, str(Path(__file__).parent))
 from server_process import ServerProcess, write_chat_model
 
 

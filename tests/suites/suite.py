@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "server"), str(ROOT / "tests" / "models")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "models")]
 from server_process import CONTEXT, TEMPLATE, ServerProcess  # noqa: E402  (found by the path)
 from tiny_checkpoints import CONFIG, random_tensors, write_hf  # noqa: E402
 

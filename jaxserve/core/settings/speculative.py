@@ -24,7 +24,7 @@ class DraftMethod:
     """What is known of a method before any of its files is open.
 
     Attributes:
-        keys: its keys of speculative_config, besides the common ones.
+        keys: its keys of speculative_config that not all methods have.
         trained: what is trained for the model and drafts, for errors; None if nothing is.
         drawn: drafts are drawn from distributions that are known: of prompt lookup from one that
             has a single token.

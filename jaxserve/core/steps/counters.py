@@ -1,4 +1,4 @@
-"""What a runner counts besides its steps, as plain data."""
+"""What a runner counts other than its steps, as plain data."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class ProgramShapes:
             self.config.page_size,
             self.config.max_model_len,
             max(self.buckets.max_prefill_tokens, largest_decode),
-            keeps_windows=self.config.kv_on == "host",  # Pages on the host have their group's.
+            keeps_windows=self.config.kv_on == "host",  # Pages on the host have one window a group.
         )
 
     @property
